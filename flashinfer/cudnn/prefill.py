@@ -140,7 +140,7 @@ def cudnn_batch_prefill_with_kv_cache(
     k_cache, v_cache = as_one_type((k_cache, v_cache))
     # An output that has offsets of its own may have any number of rows.
     fits = out is None or batch_offsets_o is None or out.dim() == 3
-    require(fits, "out", out is not None and tuple(out.shape), "[rows, num_qo_heads, head_dim_vo], with batch_offsets_o")
+    require(fits, "out", out is not None and tuple(out.shape), "[rows, num_qo_heads, head_dim], with batch_offsets_o")
     check_apart((("out", out), ("lse", lse)), (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)))
     o_rows = q.shape[0] if out is None or batch_offsets_o is None else out.shape[0]
     given, (out, o_dtype) = out, output_of(q, (o_rows, q.shape[1], v_cache.shape[-1]), out, o_data_type)

@@ -15,7 +15,7 @@ from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, NAME
 _INTEGERS = (torch.int32, torch.int64)
 _INTEGER_TABLE = "a tensor of int32 or int64, one dimension"
 # Room is kept for tables of so many sets of lengths, an engine's batch sizes, with so many elements at most.
-_MOST_ROOMS, _MOST_KEPT = 256, 1 << 14
+_MOST_ROOMS, MOST_KEPT = 256, 1 << 14
 # Page ids of a batch grow from step to step: room for them is made in steps of so many, 4 KiB.
 _MORE_PAGES = 1024
 
@@ -190,7 +190,7 @@ class TableStore:
         if room is None:
             to = torch.device("cpu") if self._fixed else self._device
             room = HostTables(lengths, to, self._names, self._in_tokens)
-            if sum(lengths) <= _MOST_KEPT:
+            if sum(lengths) <= MOST_KEPT:
                 if len(self._rooms) >= _MOST_ROOMS:
                     self._rooms.clear()
                 self._rooms[lengths, stream] = room

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +21,26 @@ from flashinfer.ops.attention.variants import identity_of
 
 # Sizes of batches whose launches are kept: requests come and go.
 _MOST_SIZES = 64
+
+
+class Filling(NamedTuple):
+    """What a Plan has alike for all batches of as many requests and rows.
+
+    Attributes
+    ----------
+    lists : dict
+        The Plan's work lists, as it keeps them: it makes a new dict where buffers do not suffice.
+    cuts, launches : list
+        Each work list that there was, and what it is cut to; and what fills it.
+    needs, replays
+        As the Plan's.
+    """
+
+    lists: dict
+    cuts: list[tuple]
+    launches: list[Callable[..., None]]
+    needs: tuple[int, int]
+    replays: dict[tuple, list[Replay]]
 
 
 class Plan:
@@ -51,6 +73,8 @@ class Plan:
         Rows that q, and ragged k and v, must have at least; -1 where only the device knows.
     replays : dict
         Of calls, by what is equal in those that are alike.
+    filling : Filling, optional
+        Of the batch, once a replay has asked for it.
     pages_at : int
         Address of the page ids.
     gaps : bool
@@ -70,6 +94,7 @@ class Plan:
         self.needs = -1, -1
         self.pages_at = self.scratch_bytes = 0
         self.gaps = False
+        self.filling: Filling | None = None
         self.replays: dict[tuple, list[Replay]] = {}
         self._scratch = scratch
         # A work list is cut to the tiles of one config. What a call brings may need another config than was planned
@@ -98,7 +123,7 @@ class Plan:
             self._replays_of, self.replays = {}, {}
         rows = limits.batch * table.each_q if table.each_q else table.rows
         self.needs = rows, -1 if self.options.page_size else table.kv_entries
-        self.table, self.limits = table, limits
+        self.table, self.limits, self.filling = table, limits, None
         self.gaps = self.padded or table.first_row > 0
         self.pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
         for work in self._lists.values():
@@ -113,13 +138,28 @@ class Plan:
             replays = self._replays_of[size] = {}
         self.replays = replays
 
-    def refill(self, table: Table, limits: Limits, addresses: list[int]) -> None:
-        """Describe a batch of as many requests and rows as the last, in tables of its encoding at `addresses`."""
+    def keep_filling(self) -> Filling:
+        """What `refill` takes for batches like the one that `fill` has described."""
+        works = self._lists.values()
+        cuts, launches = [(work, work.cut) for work in works], [work.refill for work in works]
+        self.filling = Filling(self._lists, cuts, launches, self.needs, self.replays)
+        return self.filling
+
+    def refill(self, table: Table, limits: Limits, addresses: list[int], filling: Filling) -> bool:
+        """Describe a batch of as many requests and rows as one before, in tables of its encoding at `addresses`. False
+        where there are other work lists since then; then nothing has changed."""
+        if filling.lists is not self._lists or len(filling.launches) != len(self._lists):
+            return False
+        if filling is not self.filling:
+            self.filling, self.needs, self.replays = filling, filling.needs, filling.replays
+            for work, cut in filling.cuts:
+                work.cut = cut
         self.table, self.limits = table, limits
         self.gaps = self.padded or table.first_row > 0
         self.pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
-        for work in self._lists.values():
-            work.refill(*addresses)
+        for launch in filling.launches:
+            launch(*addresses)
+        return True
 
     def bounded(self, limits: Limits, first: tuple[int, int]) -> Limits:
         """The bounds that a graph may have been captured with; the new ones must fit them.

@@ -35,7 +35,7 @@ class ReplaceableWrapper(AttentionWrapper):
         if tensor is not None and self._use_cuda_graph:
             named = {"mask": "custom_mask", "kv_lens": "last_page_len"}.get(name, name)
             graph_buffers(self.device, {name: named}, **{name: tensor})
-        self._shown, self._last = replace(self._shown, **{name: tensor}), None
+        self._shown, self._replays = replace(self._shown, **{name: tensor}), None
         self._active = None
 
     def _read_option(self, name: str):

@@ -1,4 +1,4 @@
-"""The same as last time: launches that serve every call like an earlier one, and plans like the last.
+"""Replay: launches that serve every call like an earlier one, and plans like an earlier one.
 
 Calls are alike if their tensors have the same class, shapes, strides, dtypes, devices and alignment, and all else that
 a kernel or a check depends on is equal. Plans are alike if they ask for the same of tables that lie and are laid out
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_char, memmove
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from flashinfer._core.alike import like
 from flashinfer._core.driver import copy_to_device
-from flashinfer.ops.attention.host_tables import HostTables
+from flashinfer.ops.attention.host_tables import MOST_KEPT, HostTables
 from flashinfer.ops.attention.options import MOST_ROWS, tile_rows
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 
 # Launches kept per plan: keys, and launches of one key. Layers share a launch, unless each has its own scales, window
 # or sinks: these are part of the key. Shapes are not, and a key's launches are tried one after another.
 _MOST_REPLAYS, _MOST_ALIKE = 256, 16
+# Numbers of requests whose plans replay. Each keeps at most 128 KiB of tables (MOST_KEPT), half of them on the device.
+_MOST_PLANS = 64
 # Where the tables of lengths stand in Table.lengths().
 _PLACES = {QO_INDPTR: 0, KV_INDPTR: 2, LENGTHS: 3}
 
@@ -102,11 +104,66 @@ def _bytes(count: int):
     return (c_char * count).from_address
 
 
+class PlanReplays:
+    """The replays of a wrapper's plans that ask for the same, one for each number of requests.
+
+    A batch of 60 requests, one of 64, and so on in turn: each replays from the third of its size on.
+
+    Parameters
+    ----------
+    options : PlanOptions
+        Without tensors.
+    how : tuple
+        What else the plans ask for.
+
+    Attributes
+    ----------
+    replays : dict
+        By the elements of kv_indptr.
+    of : callable
+        The replay of plans whose kv_indptr has so many elements; None if there is none.
+    """
+
+    def __init__(self, options, how: tuple):
+        self.options, self.how = options, how
+        self.replays: dict[int, PlanReplay] = {}
+        self.of = self.replays.get
+        # Of plans in full, the room of their host tables: the second in the same room leaves a replay.
+        self._rooms: dict[int, HostTables] = {}
+
+    def comes_again(self, tables: tuple, host: HostTables) -> bool:
+        """Whether the last plan in full with as many requests had its tables in the same room. Notes this one."""
+        if sum(host.counts) > MOST_KEPT:
+            # No other plan gets its room.
+            return False
+        size = tables[KV_INDPTR].numel()
+        before = self._rooms.pop(size, None)
+        _drop_oldest(self._rooms)
+        self._rooms[size] = host
+        return before is host
+
+    def add(self, tables: tuple, replay: PlanReplay) -> None:
+        size = tables[KV_INDPTR].numel()
+        self.replays.pop(size, None)
+        _drop_oldest(self.replays)
+        self.replays[size] = replay
+
+    def drop(self) -> None:
+        """Keep no replay: other work may read their buffers now, on another stream or in a captured graph."""
+        self.replays.clear()
+
+
+def _drop_oldest(kept: dict) -> None:
+    while len(kept) >= _MOST_PLANS:
+        del kept[next(iter(kept))]
+
+
 class PlanReplay:
-    """What a plan leaves to the next: one that asks for the same, of tables that lie and are laid out as its are.
+    """What a plan leaves to the next of as many requests, which asks for the same, of tables that lie and are laid out
+    as its are.
 
     What the tables hold may differ, and how many page ids there are. The next plan takes over the room, the work lists
-    and the launches of this one.
+    and the launches of this one. Plans of other sizes may come between: they share the Plan, which is filled again.
 
     Parameters
     ----------
@@ -123,7 +180,9 @@ class PlanReplay:
     """
 
     def __init__(self, tables: tuple, host: HostTables, tile_q: int, plan, fixed: tuple | None):
-        self._host, self._plan, self._fixed = host, plan, fixed
+        self.plan = plan
+        self._filling, self._limits = plan.keep_filling(), plan.limits
+        self._host, self._fixed = host, fixed
         self._group, self._page_size = plan.options.group, plan.options.page_size
         # None where the tile follows from no values, or a captured graph keeps it.
         from_values = host.counts[QO_INDPTR] and not plan.table.longest_q and fixed is None
@@ -139,6 +198,17 @@ class PlanReplay:
         names = "qo_indptr", "kv_indptr", "last_page_len" if plan.table.kv_lens is None else "kv_lens"
         self._moving = [(i, names[i], _PLACES[i]) for i in elsewhere if i != KV_INDICES]
         self._addresses = plan.table.addresses()
+        table = plan.table
+        self._known, self._requests = (table.rows, table.kv_entries, table.first_row), table.batch_size
+        # What tables of later plans begin as. It keeps no tensor of the caller's.
+        self._bare = table.copy()
+        if fixed is None:
+            self._bare.kv_indices = None
+            for _, name, _ in self._moving:
+                setattr(self._bare, name, None)
+        # How many page ids the last plan had; and where they are, if they were on the host.
+        self._count = None if table.kv_indices is None else table.kv_indices.shape[0]
+        self._ids = table.kv_indices if self._most_ids else None
         if fixed is not None:
             self._sends = [(fixed[i].data_ptr(), place, size) for i, place, size in staged]
             self._buffers = [(i, fixed[i], fixed[i].data_ptr()) for i in elsewhere]
@@ -154,58 +224,59 @@ class PlanReplay:
         return plain and whole and plan.is_scheduled and not plan.options.splits and plan.table.mask is None
 
     def repeat(self, tables: tuple, stream: int, alone: bool) -> bool:
-        """Plan a batch if it is like the last, which it replaces. False where it is not; then nothing has changed.
+        """Plan a batch if it is like the one of this replay. False where it is not; then nothing has changed.
 
-        `alone` says that the wrapper has no other plan, which may have been filled from the table of this one.
+        `alone` says that the wrapper has no other Plan, which may have been filled from the table of this one.
         """
         if not self._like(*tables[self._there]):
             return False
         for i, room, bytes_at in self._copies:
             room.raw = bytes_at(tables[i].data_ptr())
         ids = tables[KV_INDICES]
-        count = None if ids is None else ids.shape[0]
+        count = None if ids is None else ids.numel()
         if self._most_ids:
             if count > self._most_ids:
                 return False
             memmove(self._host.places[KV_INDICES], ids.data_ptr(), 4 * count)
-        plan = self._plan
-        table, limits = plan.table, plan.limits
-        known = table.rows, table.kv_entries, table.first_row
+        plan, known = self.plan, self._known
         if self._copies:
             known = self._host.check(self._page_size, count, known)
-        if self._tile is not None and not self._same_tile(known[0], limits.batch):
+        if self._tile is not None and not self._same_tile(known[0]):
             return False
+        # Whether the last plan was of this replay.
+        again = alone and plan.filling is self._filling
         if self._fixed is None:
             if self._host.parts:
                 self._host.send(stream)
-            if not alone:
-                table = replace(table)
-            # The table refers to the tensors of this plan.
-            if not self._most_ids:
-                table.kv_indices = ids
-            elif count != table.kv_indices.shape[0]:
-                table.kv_indices = self._host.parts[KV_INDICES][:count]
+            table = plan.table if again else self._bare.copy()
+            if count != self._count:
+                self._count, self._limits = count, self._limits._replace(kv_tokens=count * self._page_size)
+                if self._most_ids:
+                    self._ids = self._host.parts[KV_INDICES][:count]
+            table.kv_indices = self._ids if self._most_ids else ids
             for i, name, place in self._moving:
                 setattr(table, name, tables[i])
                 self._addresses[place] = tables[i].data_ptr()
-            if count is not None and count * self._page_size != limits.kv_tokens:
-                limits = limits._replace(kv_tokens=count * self._page_size)
-        elif not alone or known[0] > limits.q_rows or (count is not None and count > self._most_ids_fixed):
+        # In CUDA-graph mode, a replay knows only what it has left in the buffers itself.
+        elif not again or known[0] > self._limits.q_rows or (count is not None and count > self._most_ids_fixed):
             return False
         else:
+            table = plan.table
             self._send(tables, count, stream)
-        same = known[0] == table.rows and (count is not None or known[1] == table.kv_entries)
+        before = self._known
         if self._copies:
-            table.rows, table.kv_entries, table.first_row = known
-        if same:
-            plan.refill(table, limits, self._addresses)
-        else:
-            plan.fill(table, table.limits(self._page_size) if self._fixed is None else limits)
+            self._known = table.rows, table.kv_entries, table.first_row = known
+        same = known[0] == before[0] and (count is not None or known[1] == before[1])
+        if not (same and plan.refill(table, self._limits, self._addresses, self._filling)):
+            if self._fixed is None:
+                self._limits = table.limits(self._page_size)
+            plan.fill(table, self._limits)
+            self._filling = plan.keep_filling()
         return True
 
-    def _same_tile(self, rows: int, requests: int) -> bool:
+    def _same_tile(self, rows: int) -> bool:
         # The longest query is no shorter than the average, which usually decides.
-        if self._tile == MOST_ROWS and 2 * rows * self._group > MOST_ROWS * requests:
+        if self._tile == MOST_ROWS and 2 * rows * self._group > MOST_ROWS * self._requests:
             return True
         return tile_rows(self._host.longest_step(QO_INDPTR), self._group) == self._tile
 

@@ -158,6 +158,15 @@ class WorkList:
         self.refill = launch
         launch(*table.addresses())
 
+    @property
+    def cut(self) -> tuple[Limits, int, int]:
+        """What it is cut to: limits, and the items and slots that launches go over."""
+        return self._limits, self.max_items, self.max_slots
+
+    @cut.setter
+    def cut(self, cut: tuple[Limits, int, int]) -> None:
+        self._limits, self.max_items, self.max_slots = cut
+
     def _launch(self, table: Table) -> Callable[..., None]:
         """The launch for as many requests as `table` has, of lengths that lie as its do. It takes their addresses."""
         problem, config, policy = self._problem, self._config, self._policy

@@ -23,7 +23,7 @@ from flashinfer.ops.attention.operands import check_number, check_window, with_l
 from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
-from flashinfer.ops.attention.replay import PlanReplay
+from flashinfer.ops.attention.replay import PlanReplay, PlanReplays
 from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Table
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -87,9 +87,8 @@ class AttentionWrapper:
         self._active: Plan | None = None
         self._plans: dict[Kernels, Plan] = {}
         self._store = TableStore(self.device, self._names, self._in_tokens, self._use_cuda_graph)
-        # What the last plan from tables asked for, and what it left for one that is like it.
-        self._asked: tuple = None, None, None
-        self._last: PlanReplay | None = None
+        # What the last plans from tables, which asked for the same, left for those that are like them.
+        self._replays: PlanReplays | None = None
         # Options that an engine has set since the plan.
         self._options_set: dict = {}
         # Rows and KV entries of the first plan; -1 where only the device knew.
@@ -190,30 +189,34 @@ class AttentionWrapper:
                                   custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
         masked = custom_mask is not None or packed_custom_mask is not None
         how = q_len, longest_q, likely_q, self._backend, masked
-        last = self._last
+        kept, replay = self._replays, None
         try:
-            alike = last is not None and how == self._asked[1] and options == self._asked[0]
-        except RuntimeError:
-            # A tensor of several elements, which equals nothing: `plain` refuses it by name.
-            alike = False
-        if alike:
+            if kept is not None and how == kept.how and options == kept.options:
+                replay = kept.of(tables[KV_INDPTR].numel())
+        except (AttributeError, RuntimeError):
+            # A table that is no tensor, or an option that is one of several elements, which equals nothing: a plan in
+            # full refuses both by name.
+            replay = None
+        if replay is not None:
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if stream == self._stream and not torch.cuda.is_current_stream_capturing():
-                if last.repeat(tables, stream, len(self._plans) == 1):
-                    self._active = self._base
+                if replay.repeat(tables, stream, len(self._plans) == 1):
+                    self._base = self._active = plan = replay.plan
                     if not self._use_cuda_graph:
-                        self._shown = self._base.table
+                        self._shown = plan.table
                     if self._options_set:
                         self._options_set = {}
                     return
         options = options.plain()
         host = self._plan_in_full(options, tables, q_len, longest_q, likely_q, (custom_mask, packed_custom_mask))
+        if kept is None or how != kept.how or options != kept.options:
+            kept = self._replays = PlanReplays(options, how)
         # Two plans alike leave what a third needs.
-        before, self._asked = self._asked, (options, how, host)
+        comes_again = kept.comes_again(tables, host)
         ordered = self._on_gpu and not (self._capturing or self._debug)
-        if ordered and before == self._asked and PlanReplay.may_follow(tables, host, self._base):
+        if ordered and comes_again and PlanReplay.may_follow(tables, host, self._base):
             fixed, tile_q = self._fixed_tables() if self._use_cuda_graph else None, self._tile_q(host, longest_q)
-            self._last = PlanReplay(tables, host, tile_q or likely_q, self._base, fixed)
+            kept.add(tables, PlanReplay(tables, host, tile_q or likely_q, self._base, fixed))
 
     def _plan_in_full(self, options: PlanOptions, tables: tuple, q_len: int, longest_q: int, likely_q: int,
                       mask: tuple) -> HostTables:  # fmt: skip
@@ -313,6 +316,8 @@ class AttentionWrapper:
         # The buffers of earlier plans serve where work runs in order: on one stream, outside a capture.
         if not graph and (stream != self._stream or self._capturing or len(self._plans) > _MOST_PLANS):
             self._plans = {}
+            if self._replays is not None:
+                self._replays.drop()
         self._stream = None if self._capturing else stream
         plan = self._plans.get(kernels)
         if plan is None:
@@ -325,7 +330,7 @@ class AttentionWrapper:
         if self._base is None:
             self._first = table.rows, table.kv_entries
         self._base = self._active = plan
-        self._options_set, self._last = {}, None
+        self._options_set = {}
         if not graph:
             self._shown = table
         elif table.uniform_q_len and table.qo_indptr is not None:

@@ -1,6 +1,8 @@
 """What wrappers keep between plans, on a card that is not there: what other batches launch is what a new one would."""
 
 import ctypes
+import gc
+import weakref
 
 import pytest
 import torch
@@ -163,7 +165,7 @@ def read(at, count):
 
 
 class Planner:
-    """A wrapper's plan() and run() as functions of the values of tables of two requests."""
+    """A wrapper's plan() and run() as functions of the values of tables, of two requests where none are given."""
 
     def __init__(self, kind, where, graph=False):
         self.kind, self.put = kind, on_host if where != "device" else table
@@ -196,6 +198,7 @@ class Planner:
         self.rows = qo[-1]
 
     def plan_tables(self, qo, kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7), **options):
+        self.requests = len(kv) - 1
         qo, kv, last, lens, ids = *map(lambda x: self.put(*x), (qo, kv, last, lens)), self.put_ids(*ids)
         given, paged = self.options | options, (*HEADS, DIM, PAGE)
         if self.kind == "decode":
@@ -206,14 +209,14 @@ class Planner:
             return self.wrapper.plan(qo, kv, *HEADS, DIM, **given)
         if self.kind == "mixed":
             return self.wrapper.plan(qo, kv, ids, lens, *HEADS, DIM, DIM, PAGE, **given)
-        return self.wrapper.plan(qo, kv, ids, lens, 4, 64, 16, PAGE, False, 0.1, **given)
+        return self.wrapper.plan(qo, kv, ids, lens, 4, 64, 16, PAGE, **dict(causal=False, sm_scale=0.1) | given)
 
     def run(self, rows=None, **outputs):
         rows = rows or self.rows
         if self.kind == "latent":
             q = halves(rows, 4, 64), halves(rows, 4, 16)
             return self.wrapper.run(*q, halves(200, PAGE, 64), halves(200, PAGE, 16), **outputs)
-        q = halves(2 if self.kind == "decode" else rows, HEADS[0], DIM)
+        q = halves(self.requests if self.kind == "decode" else rows, HEADS[0], DIM)
         keys = (halves(112, HEADS[1], DIM),) * 2 if self.kind == "ragged" else (CACHE,)
         return self.wrapper.run(q, *keys, **outputs)
 
@@ -252,18 +255,165 @@ def plans_like_the_last(card, kind, where, graph):
         if graph:
             # Its first plan says how large a grid is.
             new.plan()
-        made, fresh = (card.made(lambda x=x: (x.plan(**change), x.run())) for x in (kept, new))
-        assert [(name, grid) for name, grid, *_ in made] == [(name, grid) for name, grid, *_ in fresh]
-        given = dict(qo=(0, 4, 8), kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7)) | change
-        _, _, _, qo_at, _, kv_at, lens_at, *_ = words(made[0])
-        assert read(kv_at, 3) == list(given["kv"])
-        if kind != "decode":
-            assert read(qo_at, 3) == list(given["qo"])
-        if kind != "ragged":
-            assert read(lens_at, 2) == list(given["lens" if kind in ("mixed", "latent") else "last"])
-            name = "_kv_indices_buf" if kind == "latent" else "_paged_kv_indices_buf"
-            shown = getattr(kept.wrapper, name) if kind != "mixed" else kept.wrapper._shown.kv_indices
-            assert shown[: len(given["ids"])].tolist() == list(given["ids"]) and shown.data_ptr() in words(made[1])
+        launches_as_new(card, kept, new, change)
+
+
+def launches_as_new(card, kept, new, change, **outputs):
+    """What a plan with these values and its run launch is what a new wrapper launches, and it reads these values.
+    Returns the addresses of lengths and items."""
+    made, fresh = (card.made(lambda x=x: (x.plan(**change), x.run(**outputs))) for x in (kept, new))
+    assert [launch[:3] for launch in made] == [launch[:3] for launch in fresh]
+    kind, given = kept.kind, dict(qo=(0, 4, 8), kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7)) | change
+    n = len(given["kv"]) - 1
+    items, _, _, qo_at, _, kv_at, lens_at, *sizes = words(made[0])
+    # Numbers of requests, tiles and heads, and all that splits are made by.
+    assert sizes == words(fresh[0])[7:] and items in words(made[1])
+    assert read(kv_at, n + 1) == list(given["kv"])
+    if kind != "decode":
+        assert read(qo_at, n + 1) == list(given["qo"])
+    if kind != "ragged":
+        assert read(lens_at, n) == list(given["lens" if kind in ("mixed", "latent") else "last"])
+        name = "_kv_indices_buf" if kind == "latent" else "_paged_kv_indices_buf"
+        shown = getattr(kept.wrapper, name) if kind != "mixed" else kept.wrapper._shown.kv_indices
+        assert shown[: len(given["ids"])].tolist() == list(given["ids"]) and shown.data_ptr() in words(made[1])
+    return {items, kv_at}
+
+
+def batch_of(n, each=3, rows=4):
+    """Values of tables of n requests, each of so many pages and query rows."""
+    return dict(qo=range(0, rows * n + 1, rows), kv=range(0, each * n + 1, each), last=[5] * n, lens=[20] * n,
+                ids=range(each * n))  # fmt: skip
+
+
+def sizes_in_turn(card, kind, where):
+    """Plans of several numbers of requests in turn replay, each with its own values."""
+    kept = Planner(kind, where)
+    rounds = [dict(), dict(), dict(), dict(each=2), dict(each=4), dict(rows=3), dict(rows=5), dict(), dict()]
+    # Where only the device has rows, the call shows them: such plans have work lists of their own.
+    replays = kind == "decode" or where != "device"
+    for turn, change in enumerate(rounds):
+        for n in (2, 5, 3):
+            launches_as_new(card, kept, Planner(kind, where), batch_of(n, **change))
+        assert set(kept.wrapper._replays.replays) == ({3, 4, 6} if replays and turn else set())
+    # A run unlike those before is bound to what the size at hand needs, after a plan that was a replay.
+    for n in (2, 5, 3):
+        lse = {} if kind == "mixed" else dict(return_lse=True)
+        launches_as_new(card, kept, Planner(kind, where), batch_of(n), **lse)
+    for n in (2, 3, 5, 2):
+        assert not replays or holds(lambda n=n: (kept.plan(**batch_of(n)), kept.run())) == 0
+
+
+def buffers_that_grow_between(card):
+    """A large batch has the work lists made again: plans of small ones must not go on in those of before."""
+    kept = Planner("decode", "host")
+    for n, lse in ((2, False), (2, False), (2, False), (600, False), (2, False), (2, True), (600, True), (2, True)):
+        launches_as_new(card, kept, Planner("decode", "host"), batch_of(n), return_lse=lse)
+
+
+def streams_in_turn(card, kind):
+    """What the device reads on one stream is not written on another: each size has other buffers there."""
+    kept = Planner(kind, "host")
+    used = {}
+    for stream in (7, 7, 7, 8, 8, 8, 7):
+        card.stream, used[stream] = stream, used.get(stream, set())
+        try:
+            for n in (2, 3):
+                used[stream] |= launches_as_new(card, kept, Planner(kind, "host"), batch_of(n))
+        finally:
+            card.stream = 7
+    assert not used[7] & used[8]
+
+
+def sizes_in_turn_with_others_between(card, kind, where):
+    """Between plans that replay come others, which have to be seen: other options, dtypes, places, streams, captures,
+    plans that are refused, and plans by an engine."""
+
+    def on(stream, planner, values):
+        card.stream = stream
+        try:
+            launches_as_new(card, planner, Planner(kind, where), values)
+        finally:
+            card.stream = 7
+
+    kept = Planner(kind, where)
+
+    def turns(times=3, **change):
+        for _ in range(times):
+            for n in (2, 3):
+                launches_as_new(card, kept, Planner(kind, where), batch_of(n, **change))
+
+    def wide(planner):
+        before = planner.put
+        planner.put = lambda *values: before(*values).long()
+        kept.plan(**batch_of(2))
+        planner.put = before
+
+    def elsewhere():
+        before, kept.put = kept.put, on_host if where == "device" else table
+        kept.plan(**batch_of(3))
+        kept.put = before
+
+    def options():
+        new = Planner(kind, where)
+        change = batch_of(2) | (dict(logits_soft_cap=5.0) if kind != "latent" else dict(causal=True))
+        launches_as_new(card, kept, new, change)
+
+    def capture():
+        if where == "device":
+            card.capture = 1
+            try:
+                launches_as_new(card, kept, Planner(kind, where), batch_of(2))
+            finally:
+                card.capture = None
+
+    def refused():
+        if where != "device":
+            with pytest.raises(ValueError, match="indptr: got a decrease"):
+                kept.plan(**batch_of(3) | dict(kv=(0, 6, 3, 9)))
+
+    def engine():
+        if kind in ("decode", "prefill"):
+            kept.wrapper._paged_kv_indices_buf = table(*range(20, 60))
+            kept.run()
+
+    turns()
+    for between in (lambda: wide(kept), elsewhere, options, capture, refused, engine, lambda: on(8, kept, batch_of(3))):
+        between()
+        turns(1, each=2)
+        turns(2)
+
+
+def what_replays_keep(card):
+    """No tensor of the caller's but those of the last plan, and no more than 64 sizes."""
+    kept = Planner("decode", "device")
+    tables = []
+    kept.put = kept.put_ids = lambda *values: tables.append(weakref.ref(made := table(*values))) or made
+    for n in (1, 2, 3) * 4:
+        kept.plan(**batch_of(n))
+        kept.run()
+    gc.collect()
+    # Offsets, last pages and page ids; qo_indptr and lens are not decode's.
+    assert sum(ref() is not None for ref in tables) == 3
+    for _ in range(2):
+        for n in range(1, 100):
+            kept.plan(**batch_of(n))
+            kept.plan(**batch_of(n))
+    assert len(kept.wrapper._replays.replays) == 64
+    assert holds(lambda: kept.plan(**batch_of(99))) == 0
+
+
+def graph_buffers_of_sizes_in_turn(card):
+    """A shorter batch leaves its padding in the buffers: the longer one's offsets must not stay behind it."""
+    for put in (table, on_host):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace(), use_cuda_graph=True, paged_kv_indptr_buffer=table(0, 0, 0, 0),
+            paged_kv_indices_buffer=table(*[0] * 9), paged_kv_last_page_len_buffer=table(1, 1, 1),
+        )  # fmt: skip
+        for n in (3, 3, 3, 2, 2, 2, 3, 2, 3, 2, 1, 2, 1):
+            given = batch_of(n)
+            wrapper.plan(put(*given["kv"]), put(*given["ids"]), put(*given["last"]), *HEADS, DIM, PAGE,
+                         q_data_type=torch.bfloat16)  # fmt: skip
+            assert wrapper._paged_kv_indptr_buf.tolist() == [*given["kv"], *[3 * n] * (3 - n)]
 
 
 def plans_that_are_refused(card, kind, where, graph):
@@ -336,6 +486,15 @@ def test_plans_like_the_last(kind, where, graph, on_card):
         on_card(plans_that_are_refused, kind, where, graph)
 
 
+@pytest.mark.parametrize("where", ["host", "host and ids", "device"])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "ragged", "mixed", "latent"])
+def test_sizes_in_turn(kind, where, on_card):
+    on_card(sizes_in_turn, kind, where)
+    if where == "host":
+        on_card(streams_in_turn, kind)
+    on_card(sizes_in_turn_with_others_between, kind, where)
+
+
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("kind", ["prefill", "latent"])
 def test_rows_past_the_plan(kind, where, on_card):
@@ -350,7 +509,8 @@ def test_growing_batches(where, on_card):
 @pytest.mark.parametrize(
     "check",
     [batches_that_come_again, batches_that_only_the_device_knows, graph_buffers_end_where_they_end, latent_plans,
-     plans_expect_what_runs, plans_that_differ],  # fmt: skip
-)
+     plans_expect_what_runs, plans_that_differ, what_replays_keep, buffers_that_grow_between,
+     graph_buffers_of_sizes_in_turn],
+)  # fmt: skip
 def test_plans(check, on_card):
     on_card(check)
