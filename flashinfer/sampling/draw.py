@@ -39,9 +39,10 @@ def sampling_from_probs(
     check_nan : bool
         Raise ValueError if `probs` holds NaN. Waits for the device.
     seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
-        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
-        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
+        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
+        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
+        reads tensors at each replay.
     return_valid : bool
         Return `valid` as well.
 
@@ -102,9 +103,10 @@ def sampling_from_logits(
     check_nan : bool
         Raise ValueError if `logits` holds NaN. Waits for the device.
     seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
-        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
-        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
+        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
+        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
+        reads tensors at each replay.
 
     Returns
     -------
@@ -161,9 +163,10 @@ def top_p_sampling_from_probs(
     check_nan : bool
         Raise ValueError if `probs` holds NaN. Waits for the device.
     seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
-        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
-        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
+        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
+        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
+        reads tensors at each replay.
     return_valid : bool
         Return `valid` as well.
 
@@ -230,9 +233,10 @@ def top_k_sampling_from_probs(
     check_nan : bool
         Raise ValueError if `probs` holds NaN. Waits for the device.
     seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
-        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
-        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
+        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
+        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
+        reads tensors at each replay.
     return_valid : bool
         Return `valid` as well.
 
@@ -297,9 +301,10 @@ def min_p_sampling_from_probs(
     check_nan : bool
         Raise ValueError if `probs` holds NaN. Waits for the device.
     seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
-        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
-        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
+        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
+        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
+        reads tensors at each replay.
     return_valid : bool
         Return `valid` as well.
 
@@ -374,9 +379,10 @@ def top_k_top_p_sampling_from_logits(
     check_nan : bool
         Raise ValueError if `logits` holds NaN. Waits for the device.
     seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
-        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
-        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
+        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
+        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
+        reads tensors at each replay.
 
     Returns
     -------
@@ -440,9 +446,10 @@ def top_k_top_p_sampling_from_probs(
     check_nan : bool
         Raise ValueError if `probs` holds NaN. Waits for the device.
     seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
-        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
-        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
+        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
+        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
+        reads tensors at each replay.
     return_valid : bool
         Return `valid` as well.
 

@@ -1,7 +1,7 @@
 """Random numbers that depend on a seed, an offset and a column alone: Philox 4x32-10 (Salmon et al., SC 2011).
 
 One call of Philox serves four neighbouring columns. Its key is the seed; its counter is (column // 4, stream, offset),
-with `stream` the row where rows share one seed and offset, and 0 where a row has its own.
+with `stream` the row where rows share one seed, and 0 where each has its own: such a row draws the same in any batch.
 """
 
 import triton
@@ -28,7 +28,7 @@ def source_of(random, row, SEED: tl.constexpr, OFFSET: tl.constexpr):
         offset = random.offset
     else:
         offset = tl.load(random.offsets + (row if OFFSET == PER_ROW else 0))
-    stream = row if SEED != PER_ROW and OFFSET != PER_ROW else row * 0
+    stream = row if SEED != PER_ROW else row * 0
     return seed.to(tl.int64), offset.to(tl.int64), stream.to(tl.uint32)
 
 

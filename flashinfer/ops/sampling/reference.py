@@ -157,12 +157,10 @@ def _uniform(word):
 def _words(randomness, row, group):
     """Philox's four words for groups of columns of rows."""
     seed, seeds, offset, offsets = randomness
-    own = False
+    own = seeds is not None and len(seeds) > 1
     if seeds is not None:
-        own |= len(seeds) > 1
-        seed = seeds[row if len(seeds) > 1 else 0]
+        seed = seeds[row if own else 0]
     if offsets is not None:
-        own |= len(offsets) > 1
         offset = offsets[row if len(offsets) > 1 else 0]
     seed, offset = (torch.as_tensor(x, dtype=torch.int64, device=row.device) for x in (seed, offset))
     return philox(seed, (group, torch.zeros_like(row) if own else row, offset & _LOW, offset >> 32 & _LOW))
