@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from flashinfer._core.checks import require
 from flashinfer.logits_processor.op import Op
+from flashinfer.logits_processor.processors import LegalizationError, LogitsProcessor
 from flashinfer.logits_processor.types import TensorType
 from flashinfer.logits_processor.validators import CompileError
 
-if TYPE_CHECKING:
-    from flashinfer.logits_processor.processors import LogitsProcessor
-
-
-class LegalizationError(ValueError):
-    """A processor does not take the type of tensor that it would get."""
+__all__ = ["LegalizationError", "infer_initial_type", "legalize_processors"]
 
 
 def legalize_processors(
@@ -54,7 +49,7 @@ def legalize_processors(
     steps: list[Op] = []
     kind = initial_type
     for processor in processors:
-        require(hasattr(processor, "legalize"), "processors", repr(processor), "a sequence of LogitsProcessor")
+        require(isinstance(processor, LogitsProcessor), "processors", repr(processor), "a sequence of LogitsProcessor")
         if kind is TensorType.INDICES:
             raise CompileError(f"{processor!r}: follows {steps[-1]!r}; allowed: nothing after tokens are drawn")
         these = processor.legalize(kind)

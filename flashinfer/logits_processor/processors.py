@@ -7,9 +7,12 @@ from typing import Any, ClassVar
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.logits_processor import operators as ops
-from flashinfer.logits_processor.legalization import LegalizationError
 from flashinfer.logits_processor.op import Op, ParameterizedOp
 from flashinfer.logits_processor.types import TensorType
+
+
+class LegalizationError(ValueError):
+    """A processor does not take the type of tensor that it would get."""
 
 
 class LogitsProcessor:
