@@ -38,14 +38,21 @@ def check(result, ragged, options, extras=None, o_dtype=None):
 def largest_logit(ragged, options, extras=None):
     """A bound of |q k| and of what is added to it, in base 2; NaN and infinite rows left out."""
     extras = extras or oracle.Extras()
-    q, k = (x.double().norm(dim=-1).nan_to_num(0, 0, 0).flatten() for x in (ragged.q, ragged.k))
-    if not len(q) or not len(k):
+    if not ragged.q.numel() or not ragged.k.numel():
         return 0.0
+    by_norm, by_element = (
+        float(size(ragged.q.double()).nan_to_num(0, 0, 0).max() * size(ragged.k.double()).nan_to_num(0, 0, 0).max())
+        for size in (lambda x: x.norm(dim=-1), torch.abs)
+    )
     scale = abs(options.sm_scale if options.sm_scale is not None else ragged.q.shape[2] ** -0.5)
-    top = float(q.max() * k.max()) * scale * abs(extras.q_scale * extras.k_scale)
+    scale *= abs(extras.q_scale * extras.k_scale)
+    top = by_norm * scale
     if options.pos_encoding_mode == "ALIBI":
         top += int(ragged.kv_indptr.diff().max())
-    return min(top, options.logits_soft_cap or top) * 1.45
+    if options.logits_soft_cap:
+        # A cap bounds a logit, and not the products of elements that cancel behind it.
+        top = min(top, max(options.logits_soft_cap, by_element * scale))
+    return top * 1.45
 
 
 def run_ragged(ragged, options, backend, *, mask=None, workspace_bytes=1 << 22, plan=None, run=None, scales=()):
