@@ -75,6 +75,14 @@ def quick_interpreter(pytestconfig):
         interpreter.make_quick()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_take_what_the_reference_takes():
+    from tests import taken
+
+    with taken.checked():
+        yield
+
+
 @pytest.fixture(scope="session")
 def on_card(tmp_path_factory, pytestconfig):
     """Calls a function of the test's module in a process with a card that is not there; it gets the card."""
