@@ -29,9 +29,9 @@ class Filling(NamedTuple):
     Attributes
     ----------
     lists : dict
-        The Plan's work lists, as it keeps them: it makes a new dict where buffers do not suffice.
+        The Plan's work lists. It makes a new dict where buffers do not suffice, and for another list.
     cuts, launches : list
-        Each work list that there was, and what it is cut to; and what fills it.
+        Each work list, and what it is cut to; and what fills it.
     needs, replays
         As the Plan's.
     """
@@ -148,16 +148,17 @@ class Plan:
     def refill(self, table: Table, limits: Limits, addresses: list[int], filling: Filling) -> bool:
         """Describe a batch of as many requests and rows as one before, in tables of its encoding at `addresses`. False
         where there are other work lists since then; then nothing has changed."""
-        if filling.lists is not self._lists or len(filling.launches) != len(self._lists):
+        lists, cuts, launches, needs, replays = filling
+        if lists is not self._lists:
             return False
         if filling is not self.filling:
-            self.filling, self.needs, self.replays = filling, filling.needs, filling.replays
-            for work, cut in filling.cuts:
+            self.filling, self.needs, self.replays = filling, needs, replays
+            for work, cut in cuts:
                 work.cut = cut
         self.table, self.limits = table, limits
         self.gaps = self.padded or table.first_row > 0
         self.pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
-        for launch in filling.launches:
+        for launch in launches:
             launch(*addresses)
         return True
 
@@ -193,7 +194,8 @@ class Plan:
             return None
         work = self._lists.get(choice.config)
         if work is None:
-            work = self._lists[choice.config] = self._new_list(choice.config)
+            work = self._new_list(choice.config)
+            self._lists = {**self._lists, choice.config: work}
             work.fill(self.table)
             self._replays_of[self._size()] = self.replays
         return work

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_char, memmove
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_I
 # or sinks: these are part of the key. Shapes are not, and a key's launches are tried one after another.
 _MOST_REPLAYS, _MOST_ALIKE = 256, 16
 # Numbers of requests whose plans replay. Each keeps at most 128 KiB of tables (MOST_KEPT), half of them on the device.
-_MOST_PLANS = 64
+MOST_PLANS = 64
 # Where the tables of lengths stand in Table.lengths().
 _PLACES = {QO_INDPTR: 0, KV_INDPTR: 2, LENGTHS: 3}
 
@@ -111,10 +111,10 @@ class PlanReplays:
 
     Parameters
     ----------
-    options : PlanOptions
-        Without tensors.
-    how : tuple
-        What else the plans ask for.
+    asked : tuple
+        What the plans ask for: without tensors.
+    most : int
+        Numbers of requests that are kept.
 
     Attributes
     ----------
@@ -124,8 +124,8 @@ class PlanReplays:
         The replay of plans whose kv_indptr has so many elements; None if there is none.
     """
 
-    def __init__(self, options, how: tuple):
-        self.options, self.how = options, how
+    def __init__(self, asked: tuple, most: int):
+        self.asked, self._most = asked, most
         self.replays: dict[int, PlanReplay] = {}
         self.of = self.replays.get
         # Of plans in full, the room of their host tables: the second in the same room leaves a replay.
@@ -136,26 +136,23 @@ class PlanReplays:
         if sum(host.counts) > MOST_KEPT:
             # No other plan gets its room.
             return False
-        size = tables[KV_INDPTR].numel()
-        before = self._rooms.pop(size, None)
-        _drop_oldest(self._rooms)
-        self._rooms[size] = host
-        return before is host
+        return self._keep(self._rooms, tables, host) is host
 
     def add(self, tables: tuple, replay: PlanReplay) -> None:
-        size = tables[KV_INDPTR].numel()
-        self.replays.pop(size, None)
-        _drop_oldest(self.replays)
-        self.replays[size] = replay
+        self._keep(self.replays, tables, replay)
 
     def drop(self) -> None:
         """Keep no replay: other work may read their buffers now, on another stream or in a captured graph."""
         self.replays.clear()
 
-
-def _drop_oldest(kept: dict) -> None:
-    while len(kept) >= _MOST_PLANS:
-        del kept[next(iter(kept))]
+    def _keep(self, kept: dict, tables: tuple, value):
+        """Keep a value as the latest, by the elements of kv_indptr. Returns the one before."""
+        size = tables[KV_INDPTR].numel()
+        before = kept.pop(size, None)
+        if len(kept) >= self._most:
+            del kept[next(iter(kept))]
+        kept[size] = value
+        return before
 
 
 class PlanReplay:
@@ -201,11 +198,8 @@ class PlanReplay:
         table = plan.table
         self._known, self._requests = (table.rows, table.kv_entries, table.first_row), table.batch_size
         # What tables of later plans begin as. It keeps no tensor of the caller's.
-        self._bare = table.copy()
-        if fixed is None:
-            self._bare.kv_indices = None
-            for _, name, _ in self._moving:
-                setattr(self._bare, name, None)
+        callers = [] if fixed is not None else ["kv_indices", *[name for _, name, _ in self._moving]]
+        self._bare = replace(table, **dict.fromkeys(callers))
         # How many page ids the last plan had; and where they are, if they were on the host.
         self._count = None if table.kv_indices is None else table.kv_indices.shape[0]
         self._ids = table.kv_indices if self._most_ids else None
@@ -217,18 +211,23 @@ class PlanReplay:
     @staticmethod
     def may_follow(tables: tuple, host: HostTables, plan) -> bool:
         """Whether the next plan may reuse this one: no table was converted, no choice depends on values of tables."""
-        plain = all(t is None or (t.dtype == torch.int32 and t.is_contiguous()) for t in tables)
+        if not plan.is_scheduled or plan.options.splits or plan.table.mask is not None:
+            return False
         lengths = [0 if t is None or t.is_cuda else t.shape[0] for t in tables[:KV_INDICES]]
         # In CUDA-graph mode, tables as long as their buffers.
         whole = list(host.counts[:KV_INDICES]) == lengths
-        return plain and whole and plan.is_scheduled and not plan.options.splits and plan.table.mask is None
+        return whole and all(t is None or (t.dtype == torch.int32 and t.is_contiguous()) for t in tables)
 
     def repeat(self, tables: tuple, stream: int, alone: bool) -> bool:
         """Plan a batch if it is like the one of this replay. False where it is not; then nothing has changed.
 
         `alone` says that the wrapper has no other Plan, which may have been filled from the table of this one.
         """
-        if not self._like(*tables[self._there]):
+        plan = self.plan
+        # Whether the last plan was of this replay. In CUDA-graph mode, it knows only what it has left in the buffers
+        # itself.
+        again = alone and plan.filling is self._filling
+        if not (again or self._fixed is None) or not self._like(*tables[self._there]):
             return False
         for i, room, bytes_at in self._copies:
             room.raw = bytes_at(tables[i].data_ptr())
@@ -238,17 +237,15 @@ class PlanReplay:
             if count > self._most_ids:
                 return False
             memmove(self._host.places[KV_INDICES], ids.data_ptr(), 4 * count)
-        plan, known = self.plan, self._known
+        before = known = self._known
         if self._copies:
-            known = self._host.check(self._page_size, count, known)
+            known = self._host.check(self._page_size, count, before)
         if self._tile is not None and not self._same_tile(known[0]):
             return False
-        # Whether the last plan was of this replay.
-        again = alone and plan.filling is self._filling
+        table = plan.table if again else self._bare.copy()
         if self._fixed is None:
             if self._host.parts:
                 self._host.send(stream)
-            table = plan.table if again else self._bare.copy()
             if count != self._count:
                 self._count, self._limits = count, self._limits._replace(kv_tokens=count * self._page_size)
                 if self._most_ids:
@@ -257,21 +254,19 @@ class PlanReplay:
             for i, name, place in self._moving:
                 setattr(table, name, tables[i])
                 self._addresses[place] = tables[i].data_ptr()
-        # In CUDA-graph mode, a replay knows only what it has left in the buffers itself.
-        elif not again or known[0] > self._limits.q_rows or (count is not None and count > self._most_ids_fixed):
+        elif known[0] > self._limits.q_rows or (count is not None and count > self._most_ids_fixed):
             return False
         else:
-            table = plan.table
             self._send(tables, count, stream)
-        before = self._known
         if self._copies:
-            self._known = table.rows, table.kv_entries, table.first_row = known
+            table.rows, table.kv_entries, table.first_row = known
         same = known[0] == before[0] and (count is not None or known[1] == before[1])
         if not (same and plan.refill(table, self._limits, self._addresses, self._filling)):
-            if self._fixed is None:
-                self._limits = table.limits(self._page_size)
-            plan.fill(table, self._limits)
-            self._filling = plan.keep_filling()
+            limits = self._limits if self._fixed is not None else table.limits(self._page_size)
+            plan.fill(table, limits)
+            self._filling, self._limits = plan.keep_filling(), limits
+        # After an error, what is known is still that of `_filling`.
+        self._known = known
         return True
 
     def _same_tile(self, rows: int) -> bool:

@@ -23,7 +23,7 @@ from flashinfer.ops.attention.operands import check_number, check_window, with_l
 from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
-from flashinfer.ops.attention.replay import PlanReplay, PlanReplays
+from flashinfer.ops.attention.replay import MOST_PLANS, PlanReplay, PlanReplays
 from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Table
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -31,7 +31,7 @@ from flashinfer.ops.formats import KV_NAMES
 from flashinfer.ops.kv_layout import check_layout, paged_views, ragged_views
 
 # Plans of other options, as the older forward() asks for, whose buffers are kept from plan to plan.
-_MOST_PLANS = 16
+_MOST_KERNELS = 16
 
 
 class AttentionWrapper:
@@ -189,10 +189,10 @@ class AttentionWrapper:
                                   custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
         masked = custom_mask is not None or packed_custom_mask is not None
         how = q_len, longest_q, likely_q, self._backend, masked
-        kept, replay = self._replays, None
+        kept = self._replays
         try:
-            if kept is not None and how == kept.how and options == kept.options:
-                replay = kept.of(tables[KV_INDPTR].numel())
+            alike = kept is not None and (options, how) == kept.asked
+            replay = kept.of(tables[KV_INDPTR].numel()) if alike else None
         except (AttributeError, RuntimeError):
             # A table that is no tensor, or an option that is one of several elements, which equals nothing: a plan in
             # full refuses both by name.
@@ -209,8 +209,9 @@ class AttentionWrapper:
                     return
         options = options.plain()
         host = self._plan_in_full(options, tables, q_len, longest_q, likely_q, (custom_mask, packed_custom_mask))
-        if kept is None or how != kept.how or options != kept.options:
-            kept = self._replays = PlanReplays(options, how)
+        if kept is None or (options, how) != kept.asked:
+            # The buffers of CUDA-graph mode have what one number of requests has left there.
+            kept = self._replays = PlanReplays((options, how), 1 if self._use_cuda_graph else MOST_PLANS)
         # Two plans alike leave what a third needs.
         comes_again = kept.comes_again(tables, host)
         ordered = self._on_gpu and not (self._capturing or self._debug)
@@ -314,7 +315,7 @@ class AttentionWrapper:
         """Make a plan, in buffers of earlier ones where they suffice."""
         graph = self._use_cuda_graph
         # The buffers of earlier plans serve where work runs in order: on one stream, outside a capture.
-        if not graph and (stream != self._stream or self._capturing or len(self._plans) > _MOST_PLANS):
+        if not graph and (stream != self._stream or self._capturing or len(self._plans) > _MOST_KERNELS):
             self._plans = {}
             if self._replays is not None:
                 self._replays.drop()

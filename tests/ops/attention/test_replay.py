@@ -416,6 +416,39 @@ def graph_buffers_of_sizes_in_turn(card):
             assert wrapper._paged_kv_indptr_buf.tolist() == [*given["kv"], *[3 * n] * (3 - n)]
 
 
+def errors_between(card):
+    """A plan that ends with an error leaves nothing of itself to the next."""
+    from flashinfer.ops.attention.worklist import WorkList
+
+    fill = WorkList.fill
+
+    def no_memory(*args):
+        raise MemoryError
+
+    few = batch_of(2, rows=200)
+    for rows in (400, 20000):
+        many = batch_of(2, rows=rows)
+        for after in ((few, many), (many, few)):
+            kept = Planner("prefill", "host")
+            for _ in range(3):
+                launches_as_new(card, kept, Planner("prefill", "host"), few)
+            WorkList.fill = no_memory
+            try:
+                with pytest.raises(MemoryError):
+                    kept.plan(**many)
+            finally:
+                WorkList.fill = fill
+            for values in after:
+                new = Planner("prefill", "host")
+                launches_as_new(card, kept, new, values)
+                # Grids end at the number of multiprocessors.
+                assert cuts(kept) == cuts(new)
+
+
+def cuts(planner):
+    return [work.size for work in planner.wrapper._base._lists.values()]
+
+
 def plans_that_are_refused(card, kind, where, graph):
     """By name, after plans that were right; and they leave nothing behind."""
     wrong = {"indptr: got a decrease": dict(kv=(0, 7, 3)), "indptr: got -1 first": dict(kv=(-1, 3, 7))}
@@ -510,7 +543,7 @@ def test_growing_batches(where, on_card):
     "check",
     [batches_that_come_again, batches_that_only_the_device_knows, graph_buffers_end_where_they_end, latent_plans,
      plans_expect_what_runs, plans_that_differ, what_replays_keep, buffers_that_grow_between,
-     graph_buffers_of_sizes_in_turn],
+     graph_buffers_of_sizes_in_turn, errors_between],
 )  # fmt: skip
 def test_plans(check, on_card):
     on_card(check)
