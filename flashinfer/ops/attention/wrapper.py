@@ -129,8 +129,8 @@ class AttentionWrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Replace the workspace buffers.
 
-        The wrapper keeps both by reference. Partial results go into the new one from the next plan() on; a captured
-        graph keeps the old one.
+        The wrapper keeps both by reference. Partial results go into the new one from the next plan() on; in CUDA-graph
+        mode, what the first plan has taken stays in use.
 
         Parameters
         ----------
@@ -148,6 +148,9 @@ class AttentionWrapper:
         require(device == self.device, "float_workspace_buffer", f"a tensor on {device}", str(self.device))
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
+        if not self._use_cuda_graph:
+            # Work lists of plans refer to the old one.
+            self._plans, self._replays = {}, None
 
     def explain(self):
         """What the planned batch runs on, and why.

@@ -416,6 +416,22 @@ def graph_buffers_of_sizes_in_turn(card):
             assert wrapper._paged_kv_indptr_buf.tolist() == [*given["kv"], *[3 * n] * (3 - n)]
 
 
+def other_workspaces(card):
+    """Partial results go where the workspace of the plan is."""
+    kept = Planner("decode", "host")
+    first, second = (torch.empty(1 << 24, dtype=torch.uint8) for _ in range(2))
+
+    def used(memory):
+        launches = card.made(lambda: (kept.plan(), kept.run()))
+        return any(0 <= word - memory.data_ptr() < memory.numel() for launch in launches for word in words(launch))
+
+    kept.wrapper.reset_workspace_buffer(first, first)
+    assert all([used(first) for _ in range(3)])
+    kept.wrapper.reset_workspace_buffer(second, second)
+    for _ in range(3):
+        assert used(second) and not used(first)
+
+
 def errors_between(card):
     """A plan that ends with an error leaves nothing of itself to the next."""
     from flashinfer.ops.attention.worklist import WorkList
@@ -543,7 +559,7 @@ def test_growing_batches(where, on_card):
     "check",
     [batches_that_come_again, batches_that_only_the_device_knows, graph_buffers_end_where_they_end, latent_plans,
      plans_expect_what_runs, plans_that_differ, what_replays_keep, buffers_that_grow_between,
-     graph_buffers_of_sizes_in_turn, errors_between],
+     graph_buffers_of_sizes_in_turn, errors_between, other_workspaces],
 )  # fmt: skip
 def test_plans(check, on_card):
     on_card(check)
