@@ -36,6 +36,13 @@ def decode_problems() -> Iterator[Problem]:
     yield replace(base, page_size=5, aligned=False, window=True)
     yield replace(base, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", pos_encoding="ROPE_LLAMA")
     yield replace(base, mask="causal", rows=64)
+    # Heads whose columns warps share.
+    wide = _sized(base, (256, 256, 8))
+    yield replace(wide, kv_dtype="fp8e4nv", page_size=1, window=True, soft_cap=True, sinks=True)
+    yield replace(wide, kv_dtype="fp8e5", page_size=24, head_scales=True, mask="causal", rows=32)
+    yield replace(wide, mask="causal", rows=64, window=True)
+    yield replace(_sized(base, (192, 192, 8)), q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16", mask="custom")
+    yield replace(_sized(base, (192, 128, 1)), source="ragged", page_size=0, pos_encoding="ALIBI", lse=True)
 
 
 def prefill_problems() -> Iterator[Problem]:

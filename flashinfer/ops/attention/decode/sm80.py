@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.attention.decode.config import warps_of_columns
 from flashinfer.ops.attention.decode.sm80_kernel import attend_sm80_kernel
 from flashinfer.ops.attention.worklist import schedule_launch, schedules
 from flashinfer.ops.attention.portable import Bound, parameters
@@ -23,7 +24,7 @@ def build(p: Problem, c) -> Build:
     types, constants = parameters(p, c)
     names = attend_sm80_kernel.arg_names
     constants = {name: value for name, value in constants.items() if name.partition(".")[0] in names}
-    constants.update(WARPS_N=c.num_warps // (c.block_m // 16), STAGES=c.num_stages, PDL=c.pdl)
+    constants.update(WARPS_N=c.num_warps // (c.block_m // 16 * warps_of_columns(p)), STAGES=c.num_stages, PDL=c.pdl)
     types = {name: kind for name, kind in types.items() if name.partition(".")[0] in names}
     return Build(attend_sm80_kernel, types, constants, num_warps=c.num_warps, most_early=_MOST_EARLY)
 

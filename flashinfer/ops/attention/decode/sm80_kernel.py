@@ -3,7 +3,8 @@
 Grid: one program for each pair of a work item and a KV head (`item_and_head`).
 
 Warps: all copy and compute. Warps along keys are independent: each has its own keys in every block, with its own
-maximum, sum and accumulator, which are merged once, at the end. A tile is [WARPS_N, rows, keys of a warp].
+maximum, sum and accumulator, which are merged once, at the end. A tile is [WARPS_N, rows, keys of a warp]. Above 128
+columns of V, several warps have the same keys: each multiplies all of Q K^T, and P with 128 columns of V of its own.
 
 Shared memory: a ring of STAGES blocks of keys and values, filled by cp.async; after the loop, each warp's accumulator.
 
@@ -57,6 +58,17 @@ def _ring(columns: int, bits: int):
     vec = 128 // bits
     per_phase = max(1, 8 * vec // columns)
     return gl.SwizzledSharedLayout(vec, per_phase, max(1, min(8, columns // vec)), [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _products(keys: int, rows: int, columns: int):
+    """Layout of a product, by warps along each dimension.
+
+    With more rows than the tile has, warps repeat it: S is the same in all warps that share columns, without an
+    exchange. Where the tile has more than 16 rows, a warp has other rows of S than of the output, and P goes through
+    shared memory.
+    """
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[keys, rows, columns], instr_shape=[1, 16, 8])
 
 
 @gluon.jit
@@ -174,7 +186,7 @@ def attend_sm80_kernel(
     """
     VARIED: gl.constexpr = LOGITS is not None or MASK is not None
     WARPS: gl.constexpr = gl.num_warps()
-    WARPS_M: gl.constexpr = WARPS // WARPS_N
+    SHARING: gl.constexpr = WARPS // WARPS_N  # warps of the same keys
     STEP: gl.constexpr = BLOCK_N // WARPS_N
     dtype: gl.constexpr = k.dtype.element_ty
     FP8: gl.constexpr = dtype == gl.uint8
@@ -182,20 +194,19 @@ def attend_sm80_kernel(
     # Transposing reads of shared memory move 2 bytes, which are two columns of FP8 values.
     PER_COLUMN: gl.constexpr = 2 if FP8 else 1
     COLUMNS: gl.constexpr = dims.D_VO_PAD // PER_COLUMN
-    TILE: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[WARPS_N, WARPS_M, 1], instr_shape=[1, 16, 8]
-    )
+    TILE: gl.constexpr = _products(WARPS_N, SHARING, 1)
+    OUT: gl.constexpr = _products(WARPS_N, BLOCK_M // 16, SHARING * 16 // BLOCK_M)
     # A lane reads 4 bytes of keys at a time, which are 4 FP8 elements along head_dim.
     QK_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 4 if FP8 else 2)
     QK_RIGHT: gl.constexpr = gl.DotOperandLayout(1, TILE, 4 if FP8 else 2)
-    PV_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
-    PV_RIGHT: gl.constexpr = gl.DotOperandLayout(1, TILE, 2)
+    PV_LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    PV_RIGHT: gl.constexpr = gl.DotOperandLayout(1, OUT, 2)
     K_RING: gl.constexpr = _ring(dims.D_QK_PAD, dtype.primitive_bitwidth)
     V_RING: gl.constexpr = _ring(COLUMNS, 16)
-    K_LANES: gl.constexpr = dims.D_QK_PAD // VEC
-    V_LANES: gl.constexpr = COLUMNS // 8
-    K_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VEC], [1, 32 // K_LANES, K_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
-    V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // V_LANES, V_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
+    K_LANES: gl.constexpr = min(32, dims.D_QK_PAD // VEC)
+    V_LANES: gl.constexpr = min(32, COLUMNS // 8)
+    K_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VEC], [1, 32 // K_LANES, K_LANES], [WARPS_N, SHARING, 1], [2, 1, 0])
+    V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // V_LANES, V_LANES], [WARPS_N, SHARING, 1], [2, 1, 0])
 
     begin_dependent(PDL)
     item, kv_head = item_and_head(num_kv_heads, NEAR)
@@ -286,7 +297,7 @@ def attend_sm80_kernel(
     top = gl.full([WARPS_N, BLOCK_M], float("-inf"), gl.float32, PER_ROW)
     total = gl.zeros([WARPS_N, BLOCK_M], gl.float32, PER_ROW)
     # With FP8 values, `acc` has the even columns and `odd` the odd ones.
-    acc = gl.zeros([WARPS_N, BLOCK_M, COLUMNS], gl.float32, TILE)
+    acc = gl.zeros([WARPS_N, BLOCK_M, COLUMNS], gl.float32, OUT)
     odd = acc
     full = 0
     free = STAGES - 1
@@ -331,10 +342,11 @@ def attend_sm80_kernel(
             keep = gl.exp2(top - base)
             total = total * keep + gl.sum(p, 2)
             top = new_top
+            keep = gl.convert_layout(keep, gl.SliceLayout(2, OUT))
             acc = acc * keep[:, :, None]
         else:
             p = s
-            keep = total + 1.0
+            keep = gl.convert_layout(total + 1.0, gl.SliceLayout(2, OUT))
         p = gl.convert_layout(p.to(kinds.COMPUTE), PV_LEFT)
         values = v_smem.index(full).load(PV_RIGHT)
         if FP8:
