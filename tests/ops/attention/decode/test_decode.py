@@ -20,13 +20,22 @@ RING = decode.variants[0]
 
 
 @pytest.mark.parametrize("change", (
-    dict(head_dim_qk=256), dict(head_dim_vo=20), dict(q_dtype="fp32", kv_dtype="fp32"), dict(kv_dtype="fp16"),
+    dict(head_dim_qk=520), dict(head_dim_vo=272, kv_dtype="fp8e4nv"), dict(head_dim_qk=512, rows=32),
+    dict(head_dim_vo=20), dict(q_dtype="fp32", kv_dtype="fp32"), dict(kv_dtype="fp16"),
     dict(kv_dtype="fp8e4nv", head_dim_qk=72), dict(aligned=False), dict(rows=128), dict(pos_encoding="ROPE_LLAMA"),
 ))  # fmt: skip
 def test_the_ring_kernel_refuses_by_name(change):
     reason = RING.why_not(replace(BASE, **change), named("90a"))
     assert any(str(value) in reason or name in reason for name, value in change.items()) or "16 bytes" in reason
     assert RING.why_not(BASE, named("90a")) == ""
+
+
+def test_the_ring_kernel_refuses_wide_e4m3_values_where_chips_do_not_convert_them():
+    wide = replace(BASE, head_dim_qk=256, head_dim_vo=256)
+    for arch, refused in (("80", True), ("86", True), ("89", False), ("90a", False), ("120a", False)):
+        assert bool(RING.why_not(replace(wide, kv_dtype="fp8e4nv"), named(arch))) is refused
+        assert RING.why_not(replace(wide, kv_dtype="fp8e5"), named(arch)) == ""
+        assert RING.why_not(replace(wide, head_dim_vo=128, kv_dtype="fp8e4nv"), named(arch)) == ""
 
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
@@ -44,9 +53,10 @@ def test_rings_fit_the_chip(arch):
 @pytest.mark.gpu
 def test_an_older_name_takes_the_ring_kernel_and_an_explicit_one_does_not_fall_back(device):
     assert decode(BASE, device, "fa2").variant.name == "sm80"
-    assert decode(replace(BASE, head_dim_qk=256, head_dim_vo=256), device, "fa2").variant.name == "portable"
-    with pytest.raises(UnsupportedConfig, match="head_dim_qk 256"):
-        decode(replace(BASE, head_dim_qk=256, head_dim_vo=256), device, "sm80")
+    assert decode(replace(BASE, head_dim_qk=256, head_dim_vo=256), device, "fa2").variant.name == "sm80"
+    assert decode(replace(BASE, head_dim_qk=520, head_dim_vo=520), device, "fa2").variant.name == "portable"
+    with pytest.raises(UnsupportedConfig, match="head_dim_qk 520"):
+        decode(replace(BASE, head_dim_qk=520, head_dim_vo=520), device, "sm80")
 
 
 # On a CPU the splits are of few keys: the interpreter runs one program after the other.
@@ -67,6 +77,23 @@ def test_splits_are_combined(heads, fixed, device):
 def test_few_query_tokens_over_many_keys(q_len, heads, page_size, device):
     kv = (4097, q_len, 1023, 300)
     x = generate.ragged_batch([q_len] * 4, list(kv), *heads, 128, dtype=torch.bfloat16, device=device)
+    options = Options(causal=True)
+    for backend in backends(device):
+        check(run_paged(x, options, backend, page_size=page_size), x, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("q_len", "heads", "page_size"), (
+    (1, (16, 2), 16), (1, (32, 2), 1), (4, (16, 2), 24), (4, (32, 2), 16),
+))  # fmt: skip
+@pytest.mark.parametrize("dims", ((256, 256), (192, 192), (136, 136), (192, 128), (128, 256), (512, 512)))
+@pytest.mark.parametrize("kv_dtype", (None, torch.float8_e4m3fn, torch.float8_e5m2))
+def test_wide_heads(q_len, heads, page_size, dims, kv_dtype, device):
+    kv = (4097, q_len, 1023, 300)
+    x = generate.ragged_batch(
+        [q_len] * 4, list(kv), *heads, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, kv_dtype=kv_dtype,
+        device=device,
+    )  # fmt: skip
     options = Options(causal=True)
     for backend in backends(device):
         check(run_paged(x, options, backend, page_size=page_size), x, options)
