@@ -98,6 +98,10 @@ def _decode():
         yield Row(Attention(name, requests, 1, kv_len, page_size=16), "decode", (target,), headline=True)
     few = Attention("decode 1x2048, 16/2 heads, page 16", 1, 1, 2048, 16, 2, page_size=16)
     yield Row(few, "decode", (("us", 4.5), ("cudnn", 1.0)), headline=True)
+    for dim in (256, 512):
+        name = f"paged decode 64x4096, page 16, 16/2 heads of {dim}"
+        wide = Attention(name, 64, 1, 4096, 16, 2, page_size=16, head_dim_qk=dim, head_dim_vo=dim)
+        yield Row(wide, "decode", (("copy", 0.90),))
     for tokens in (2, 4, 8):
         name = f"paged decode 64x4096, page 16, {tokens} query tokens"
         several = Attention(name, 64, tokens, 4096, page_size=16, causal=True)

@@ -79,6 +79,15 @@ def test_sizes_and_pages(dims, page_size):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("dims", SIZES)
+@pytest.mark.parametrize("kv, plan", (((1500,), {}), (LENGTHS, dict(fixed_split_size=64))))
+def test_splits(dims, kv, plan):
+    sinks = torch.linspace(-2, 2, 16)
+    x = batch(dims, 8, (1,) * len(kv), kv)
+    check(attended(x, Options(), plan=plan, run=dict(sinks=sinks)), x, Options(), Extras(sinks=sinks))
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("group, seed", list(product(GROUPS, (0, 1, 2))))
 def test_groups_and_seeds(group, seed):
     x = batch(group=group)
