@@ -174,6 +174,11 @@ class PlanReplay:
         As planned.
     fixed : tuple of Tensor, optional
         The buffers of CUDA-graph mode, in the order of `tables`.
+
+    Attributes
+    ----------
+    broken : bool
+        Whether a plan ended with an error after its first table was sent.
     """
 
     def __init__(self, tables: tuple, host: HostTables, tile_q: int, plan, fixed: tuple | None):
@@ -196,6 +201,7 @@ class PlanReplay:
         self._moving = [(i, names[i], _PLACES[i]) for i in elsewhere if i != KV_INDICES]
         self._addresses = plan.table.addresses()
         table = plan.table
+        self.broken = False
         self._known, self._requests = (table.rows, table.kv_entries, table.first_row), table.batch_size
         # What tables of later plans begin as. It keeps no tensor of the caller's.
         callers = [] if fixed is not None else ["kv_indices", *[name for _, name, _ in self._moving]]
@@ -219,7 +225,8 @@ class PlanReplay:
         return whole and all(t is None or (t.dtype == torch.int32 and t.is_contiguous()) for t in tables)
 
     def repeat(self, tables: tuple, stream: int, alone: bool) -> bool:
-        """Plan a batch if it is like the one of this replay. False where it is not; then nothing has changed.
+        """Plan a batch if it is like the one of this replay. False where it is not; then nothing has changed. After an
+        error that left the tables of two plans mixed the replay is `broken`.
 
         `alone` says that the wrapper has no other Plan, which may have been filled from the table of this one.
         """
@@ -227,7 +234,7 @@ class PlanReplay:
         # Whether the last plan was of this replay. In CUDA-graph mode, it knows only what it has left in the buffers
         # itself.
         again = alone and plan.filling is self._filling
-        if not (again or self._fixed is None) or not self._like(*tables[self._there]):
+        if not (again or self._fixed is None) or self.broken or not self._like(*tables[self._there]):
             return False
         for i, room, bytes_at in self._copies:
             room.raw = bytes_at(tables[i].data_ptr())
@@ -244,6 +251,7 @@ class PlanReplay:
             return False
         table = plan.table if again else self._bare.copy()
         if self._fixed is None:
+            self.broken = True
             if self._host.parts:
                 self._host.send(stream)
             if count != self._count:
@@ -257,6 +265,7 @@ class PlanReplay:
         elif known[0] > self._limits.q_rows or (count is not None and count > self._most_ids_fixed):
             return False
         else:
+            self.broken = True
             self._send(tables, count, stream)
         if self._copies:
             table.rows, table.kv_entries, table.first_row = known
@@ -265,8 +274,7 @@ class PlanReplay:
             limits = self._limits if self._fixed is not None else table.limits(self._page_size)
             plan.fill(table, limits)
             self._filling, self._limits = plan.keep_filling(), limits
-        # After an error, what is known is still that of `_filling`.
-        self._known = known
+        self._known, self.broken = known, False
         return True
 
     def _same_tile(self, rows: int) -> bool:

@@ -203,7 +203,13 @@ class AttentionWrapper:
         if replay is not None:
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if stream == self._stream and not torch.cuda.is_current_stream_capturing():
-                if replay.repeat(tables, stream, len(self._plans) == 1):
+                try:
+                    repeated = replay.repeat(tables, stream, len(self._plans) == 1)
+                except Exception:
+                    if replay.broken and not self._use_cuda_graph:
+                        self._base = self._active = None
+                    raise
+                if repeated:
                     self._base = self._active = plan = replay.plan
                     if not self._use_cuda_graph:
                         self._shown = plan.table
@@ -234,6 +240,9 @@ class AttentionWrapper:
         host = self._store.room(lengths if graph else counts, stream)
         rows, entries, first_row = self._check_on_host(tables, host, options.page_size, q_len)
         tile_q = q_len or self._tile_q(host, longest_q)
+        if not graph:
+            # The last plan may have its tables in the same room: where this one fails from here on, there is none.
+            self._base = self._active = None
         given = fixed if graph else self._store.bring(tables, host, stream)
         table = Table(*given, names=self._names, operands=self._operands)
         table.rows, table.kv_entries, table.first_row = rows, entries, first_row

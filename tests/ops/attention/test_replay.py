@@ -452,6 +452,8 @@ def errors_between(card):
             try:
                 with pytest.raises(MemoryError):
                     kept.plan(**many)
+                with pytest.raises(ValueError, match="got no plan|not planned|after plan"):
+                    kept.run()
             finally:
                 WorkList.fill = fill
             for values in after:
