@@ -118,11 +118,11 @@ def layer_kernel(
         decay = tl.exp(log_decay(x_gate, rate, numbers, GATE))
         share = sigmoid(tl.load(beta + n * beta_by.row + head * beta_by.head).to(tl.float32))
         both = inside[:, None] & inside[None, :]
-        home = slot * state_by.slot + head * state_by.head
-        home += state_offsets(i, i, state_by.row, state_by.column, LAYOUT)
-        s = load_state(state + home, both, STATE, CAPABILITY) * decay[None, :]
+        state_at = slot * state_by.slot + head * state_by.head
+        state_at += state_offsets(i, i, state_by.row, state_by.column, LAYOUT)
+        s = load_state(state + state_at, both, STATE, CAPABILITY) * decay[None, :]
         s += (share * (value - tl.sum(s * key[None, :], 1)))[:, None] * key[None, :]
-        store_state(state + home, s, both, STATE, CAPABILITY)
+        store_state(state + state_at, s, both, STATE, CAPABILITY)
         o = tl.sum(s * query[None, :], 1) * numbers.scale
         o *= tl.rsqrt(tl.sum(o * o, 0) / of.dim + numbers.eps) * tl.load(norm_weight + i, inside, other=0)
         at = norm_gate + n * norm_by.row + head * norm_by.head

@@ -73,9 +73,9 @@ def scan_kernel(
             at_start += value[None, :] * of.key_dim + column[:, None]
             s = tl.load(at_start, inside, other=0)
         elif pool.source is not None:
-            home = slot * source_by.slot + head * source_by.head
-            home += value[None, :].to(tl.int64) * source_by.row + column[:, None].to(tl.int64) * source_by.column
-            s = load_state(pool.source + home, inside, pool.SOURCE, CAPABILITY)
+            read_at = slot * source_by.slot + head * source_by.head
+            read_at += value[None, :].to(tl.int64) * source_by.row + column[:, None].to(tl.int64) * source_by.column
+            s = load_state(pool.source + read_at, inside, pool.SOURCE, CAPABILITY)
         mark = tl.full([], 0, tl.int64)
         if marks.states is not None:
             mark = tl.load(marks.starts + sequence).to(tl.int64)
@@ -135,14 +135,14 @@ def scan_kernel(
                     store_mark(at_marks, marks_by, marks.slots, mark, s, inside, marks.KIND, CAPABILITY)
                     mark += 1
         if pool.state is not None:
-            last = inside
+            writes = inside
             if starts is not None:
                 # The state after a whole segment is written by chain_kernel, so that it has the same bits as the state
                 # before the next segment.
-                last &= (stop == length) & (stop < start + of.segment)
-            goal = slot * state_by.slot + head * state_by.head
-            goal += value[None, :].to(tl.int64) * state_by.row + column[:, None].to(tl.int64) * state_by.column
-            store_state(pool.state + goal, s, last, pool.STATE, CAPABILITY)
+                writes &= (stop == length) & (stop < start + of.segment)
+            write_at = slot * state_by.slot + head * state_by.head
+            write_at += value[None, :].to(tl.int64) * state_by.row + column[:, None].to(tl.int64) * state_by.column
+            store_state(pool.state + write_at, s, writes, pool.STATE, CAPABILITY)
     else:
         zero_rows(at_out, out_by, start, stop, value, in_values, TOKENS)
 

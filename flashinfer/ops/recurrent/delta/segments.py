@@ -78,9 +78,9 @@ def map_kernel(
             change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION) * last_factor[:, None]
             change = operand(change, OPERAND, PRECISION)
             s = tl.dot(tl.trans(keys), change, s * decay, input_precision=PRECISION)
-        goal = (place.to(tl.int64) * of.heads + head) * ((of.key_dim + of.value_dim) * of.key_dim)
-        goal += (tl.where(is_identity, 0, of.key_dim) + row)[None, :] * of.key_dim + column[:, None]
-        tl.store(maps + goal, s, in_columns[:, None] & in_rows[None, :])
+        write_at = (place.to(tl.int64) * of.heads + head) * ((of.key_dim + of.value_dim) * of.key_dim)
+        write_at += (tl.where(is_identity, 0, of.key_dim) + row)[None, :] * of.key_dim + column[:, None]
+        tl.store(maps + write_at, s, in_columns[:, None] & in_rows[None, :])
 
 
 @triton.jit
@@ -115,9 +115,9 @@ def chain_kernel(
     if slot > of.null:
         s = tl.zeros([ROWS, KEYS], tl.float32)
         if source is not None:
-            home = slot * source_by.slot + head * source_by.head
-            home += value[:, None].to(tl.int64) * source_by.row + column[None, :].to(tl.int64) * source_by.column
-            s = load_state(source + home, inside, SOURCE, CAPABILITY)
+            read_at = slot * source_by.slot + head * source_by.head
+            read_at += value[:, None].to(tl.int64) * source_by.row + column[None, :].to(tl.int64) * source_by.column
+            s = load_state(source + read_at, inside, SOURCE, CAPABILITY)
         place = first.to(tl.int32) // of.segment + n
         here = (place.to(tl.int64) * of.heads + head) * of.key_dim
         square = value[:, None] * of.key_dim + column[None, :]
@@ -139,9 +139,9 @@ def chain_kernel(
         if (length % of.segment > 0) | (length == 0):
             tl.store(starts + here * of.value_dim + square, s, inside)
         elif state is not None:
-            goal = slot * state_by.slot + head * state_by.head
-            goal += value[:, None].to(tl.int64) * state_by.row + column[None, :].to(tl.int64) * state_by.column
-            store_state(state + goal, s, inside, STATE, CAPABILITY)
+            write_at = slot * state_by.slot + head * state_by.head
+            write_at += value[:, None].to(tl.int64) * state_by.row + column[None, :].to(tl.int64) * state_by.column
+            store_state(state + write_at, s, inside, STATE, CAPABILITY)
 
 
 def _build_map(problem, config):

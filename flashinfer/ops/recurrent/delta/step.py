@@ -57,9 +57,9 @@ def step_kernel(
     if live:
         s = tl.zeros([ROWS, KEYS], tl.float32)
         if pool.source is not None:
-            home = slot * source_by.slot + head * source_by.head
-            home += state_offsets(row, column, source_by.row, source_by.column, pool.LAYOUT)
-            s = load_state(pool.source + home, inside, pool.SOURCE, CAPABILITY)
+            read_at = slot * source_by.slot + head * source_by.head
+            read_at += state_offsets(row, column, source_by.row, source_by.column, pool.LAYOUT)
+            s = load_state(pool.source + read_at, inside, pool.SOURCE, CAPABILITY)
         rate = 0.0
         if gates.a_log is not None:
             rate = tl.exp(tl.load(gates.a_log + head // of.rate_group).to(tl.float32))
@@ -70,12 +70,12 @@ def step_kernel(
                 shift = tl.load(shifts + column, in_columns, other=0).to(tl.float32)
             else:
                 shift = tl.load(gates.bias + head // of.bias_group).to(tl.float32)
-        last = slot
+        write_slot = slot
         if pool.FINAL:
             if slots.write is not None:
-                last = tl.load(slots.write + n).to(tl.int64)
-        goal = last * state_by.slot + head * state_by.head
-        goal += state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
+                write_slot = tl.load(slots.write + n).to(tl.int64)
+        write_at = write_slot * state_by.slot + head * state_by.head
+        write_at += state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
         stored = length
         if slots.stop is not None:
             stored = tl.load(slots.stop + n).to(tl.int32)
@@ -136,14 +136,17 @@ def step_kernel(
                 at += state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
                 store_state(pool.state + at, s, inside & (to > of.null) & (t < stored), pool.STATE, CAPABILITY)
             if pool.FINAL and slots.stop is not None:
-                store_state(pool.state + goal, s, inside & (last > of.null) & (t + 1 == stored), pool.STATE, CAPABILITY)
+                store_state(
+                    pool.state + write_at, s, inside & (write_slot > of.null) & (t + 1 == stored), pool.STATE,
+                    CAPABILITY,
+                )  # fmt: skip
             if kept.KIND != "":
                 keep_token(
                     kept, kept_by, slot, t, head, kh, block, row, column, in_rows, in_columns, raw_value, raw_key,
                     raw_gate, log, rate_of_change, correction, of,
                 )  # fmt: skip
         if pool.FINAL and slots.stop is None:
-            store_state(pool.state + goal, s, inside & (last > of.null), pool.STATE, CAPABILITY)
+            store_state(pool.state + write_at, s, inside & (write_slot > of.null), pool.STATE, CAPABILITY)
     else:
         zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 

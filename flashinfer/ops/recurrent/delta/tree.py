@@ -62,9 +62,9 @@ def tree_kernel(
     if (n < of.sequences) & (slot > of.null):
         s = tl.zeros([ROWS, KEYS], tl.float32)
         if pool.source is not None:
-            home = slot * source_by.slot + head * source_by.head
-            home += state_offsets(row, column, source_by.row, source_by.column, pool.LAYOUT)
-            s = load_state(pool.source + home, inside, pool.SOURCE, CAPABILITY)
+            read_at = slot * source_by.slot + head * source_by.head
+            read_at += state_offsets(row, column, source_by.row, source_by.column, pool.LAYOUT)
+            s = load_state(pool.source + read_at, inside, pool.SOURCE, CAPABILITY)
         rate = 0.0
         if gates.a_log is not None:
             rate = tl.exp(tl.load(gates.a_log + head // of.rate_group).to(tl.float32))
@@ -134,13 +134,13 @@ def tree_kernel(
                 now = tl.dot(tl.trans(changes), decayed, from_root, input_precision="ieee")
                 if pool.EACH == "buffer":
                     at = sequence * each_by.row + t * each_by.token + head * each_by.head
-                    goal = at + row[:, None].to(tl.int64) * of.key_dim + column[None, :]
-                    store_state(pool.each + goal, now, inside, pool.STATE, CAPABILITY)
+                    write_at = at + row[:, None].to(tl.int64) * of.key_dim + column[None, :]
+                    store_state(pool.each + write_at, now, inside, pool.STATE, CAPABILITY)
                 else:
                     to = tl.load(slots.rows + sequence * rows_by.sequence + t * rows_by.column).to(tl.int64)
                     at = to * state_by.slot + head * state_by.head
-                    goal = at + state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
-                    store_state(pool.state + goal, now, inside & (to > of.null), pool.STATE, CAPABILITY)
+                    write_at = at + state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
+                    store_state(pool.state + write_at, now, inside & (to > of.null), pool.STATE, CAPABILITY)
             if kept.KIND != "":
                 # With one decay a head all columns are equal: column 0 is taken.
                 head_log = tl.max(tl.where(column == 0, log, LEAST), 0)

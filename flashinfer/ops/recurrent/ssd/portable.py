@@ -227,14 +227,14 @@ def marked_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     origin, first, length = span_of(offsets, n, of)
     given = tl.load(mark_tokens + tl.program_id(0)).to(tl.int64)
-    goal = tl.load(mark_places + tl.program_id(0)).to(tl.int64)
+    mark = tl.load(mark_places + tl.program_id(0)).to(tl.int64)
     token = given
     if offsets is not None:
         token -= first
     slot = n.to(tl.int64)
     if read is not None:
         slot = tl.load(read + n).to(tl.int64)
-    wanted = (given >= 0) & (token >= 0) & (token <= length) & (goal >= 0) & (goal < of.places)
+    wanted = (given >= 0) & (token >= 0) & (token <= length) & (mark >= 0) & (mark < of.places)
     if wanted & (slot >= 0) & (slot < of.slots):
         chunk = tl.maximum(token - 1, 0) // CHUNK
         s = tl.zeros([ROWS, STATES], tl.float32)
@@ -260,7 +260,7 @@ def marked_kernel(
             if source is not None:
                 at = source + slot * source_by.slot + head * source_by.head
                 s = tl.load(at + row[:, None] * source_by.row + column[None, :], inside, other=0).to(tl.float32)
-        at = marks + goal * marks_by.slot + head * marks_by.head
+        at = marks + mark * marks_by.slot + head * marks_by.head
         tl.store(at + row[:, None] * marks_by.row + column[None, :], s.to(marks.dtype.element_ty), inside)
 
 

@@ -118,8 +118,8 @@ def update_kernel(
         tile = row[:, None].to(tl.int64) * state_by.row + column[None, :]
         s = load_state(pool.state + slot * state_by.slot + head * state_by.head + tile, inside, pool.STATE, CAPABILITY)
         if pool.scale is not None:
-            home = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
-            s *= tl.load(pool.scale + home, in_rows, other=0)[:, None]
+            read_at = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
+            s *= tl.load(pool.scale + read_at, in_rows, other=0)[:, None]
         rates = layer.A + head * a_by.head
         if TIED:
             rate = tl.load(rates).to(tl.float32)

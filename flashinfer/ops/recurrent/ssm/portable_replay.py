@@ -46,11 +46,12 @@ def replay_kernel(
     if read is not None:
         slot = tl.load(read + slot).to(tl.int64)
     if (n < of.sequences) & (slot != of.pad) & (slot >= 0) & (slot < of.slots):
-        home = slot * state_by.slot + head * state_by.head + row[:, None].to(tl.int64) * state_by.row + column[None, :]
-        scale_home = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
-        s = load_state(pool.state + home, inside, STATE, CAPABILITY)
+        state_at = slot * state_by.slot + head * state_by.head
+        state_at += row[:, None].to(tl.int64) * state_by.row + column[None, :]
+        scale_at = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
+        s = load_state(pool.state + state_at, inside, STATE, CAPABILITY)
         if pool.scale is not None:
-            s *= tl.load(pool.scale + scale_home, in_rows, other=0)[:, None]
+            s *= tl.load(pool.scale + scale_at, in_rows, other=0)[:, None]
         rate = tl.load(layer.A + head * a_by.head).to(tl.float32)
         oldest = tl.load(ring.start + slot).to(tl.int32)
         count = tl.load(ring.count + slot).to(tl.int32)
@@ -66,7 +67,7 @@ def replay_kernel(
         full = count + 2 * of.most > of.length
         element = (head * DIM + row[:, None]) * DSTATE + column[None, :]
         put_state(
-            pool.state, pool.scale, home, scale_home, s, inside & full, in_rows & full, seed, element, slot, 0,
+            pool.state, pool.scale, state_at, scale_at, s, inside & full, in_rows & full, seed, element, slot, 0,
             STATE, LARGEST, ROUNDS, CAPABILITY,
         )  # fmt: skip
         for t in range(length):
