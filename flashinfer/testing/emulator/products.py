@@ -12,7 +12,7 @@ from flashinfer.testing.emulator.values import Tensor
 
 
 class Sum(Tensor):
-    """An accumulator, which nobody may look at before its product is done."""
+    """The accumulator of a product in flight: reading it before the product is done is an error."""
 
     __slots__ = ("product",)
 

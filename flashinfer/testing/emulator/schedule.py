@@ -80,7 +80,7 @@ class Schedule:
         return copy
 
     def is_slow(self) -> bool:
-        """Whether a product takes as long as anybody else has something to do."""
+        """Whether a product ends only when no other warp can run."""
         return self._random.random() < 0.5
 
     def run(self, blocks: Iterator[Task], at_once: int) -> None:

@@ -31,8 +31,8 @@ def _boxes(p: Problem) -> dict[str, tuple[int, int]]:
 
 
 def build(p: Problem, c: Sm90Config) -> Build:
-    # Pointers where rows are gathered; and for positional rows that there are not, one that nobody follows. FP8 travels
-    # to the kernel as words of four elements.
+    # Pointers where rows are gathered. Without positional rows their parameter is a pointer that no load uses. FP8
+    # queries and rows are words of four elements.
     q, keys = (f"*{'i32' if dtype in FORMATS else dtype}:16" for dtype in (p.q_dtype, p.kv_dtype))
     maps = dict(ckv_map=keys, kpe_map=keys)
     if not c.gather:

@@ -42,7 +42,7 @@ def _boxes(p: Problem, c: Sm90Config) -> dict[str, tuple[int, ...]]:
 
 
 def build(p: Problem, c: Sm90Config) -> Build:
-    # Pointers where rows are gathered; and for a second part of K that there is not, one that nobody follows.
+    # Pointers where rows are gathered. Without a second part of K its parameter is a pointer that no load uses.
     maps = dict(k_map=f"*{p.kv_dtype}:16", k_rest_map="*u8", v_map=f"*{p.kv_dtype}:16")
     if not c.gather:
         maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p, c).items())
