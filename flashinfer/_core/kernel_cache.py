@@ -200,7 +200,7 @@ def _is_whole(kernel) -> bool:
         min(numbers) >= 0
         and kernel["threads"] > 0
         and all(part == (str, int, int) for part in parameters)
-        and all(isinstance(wish, dict) for wish in kernel["tensor_maps"])
+        and all(isinstance(metadata, dict) for metadata in kernel["tensor_maps"])
     )
 
 

@@ -45,20 +45,20 @@ class Layout:
     pointers : tuple of int
         Which arguments are pointers.
     maps : dict of int to (str, tuple, dict)
-        Arguments that are tensor maps: dtype and block of the type, and how the compiler wants the map.
+        Arguments that are tensor maps: dtype and block of the type, and Triton's metadata of the map, if any.
     """
 
     def __init__(self, name: str, build: Build, kernel: dict):
         self.pointers = tuple(i for i, kind in enumerate(build.types.values()) if kind.startswith("*"))
         self.maps = {}
         wanted, first = [], []
-        wishes = iter(kernel["tensor_maps"])
+        metadata = iter(kernel["tensor_maps"])
         for i, kind in enumerate(build.types.values()):
             match = _MAP.match(kind)
             first.append(len(wanted))
             if match:
                 block = tuple(int(size) for size in match[2].split(","))
-                self.maps[i] = (match[1], block, next(wishes, None))
+                self.maps[i] = (match[1], block, next(metadata, None))
                 wanted += [("128s", "b8"), *[("i", "u32")] * len(block), *[("q", "u64")] * len(block)]
             else:
                 wanted.append(("Q", "u64") if kind.startswith("*") else SCALARS[compiler.promise_of(kind)[0]])
@@ -68,7 +68,7 @@ class Layout:
             size == struct.calcsize(code) and (kind[0] == "f") == (like[0] == "f")
             for (code, like), (kind, size, _) in zip(wanted, found, strict=False)
         )
-        if not fits or len(scratch) > 2 or any(size != 8 for _, size, _ in scratch) or next(wishes, None):
+        if not fits or len(scratch) > 2 or any(size != 8 for _, size, _ in scratch) or next(metadata, None):
             raise RuntimeError(f"{name}: the compiled kernel takes {found}, which is not what {build.types} calls for")
         codes = [code for code, _ in wanted] + ["8x"] * len(scratch)
         text, offsets, end = "<", [], 0

@@ -1,4 +1,4 @@
-"""The kernels of a plan: what is known of them before any length is, looked up once and shared by all plans."""
+"""The kernels of a plan: chosen by its options and tile, not by lengths, and shared by all plans alike in these."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from flashinfer.ops.attention.problem import Problem, Scalars
 
 
 class Kernels:
-    """What runs all plans of the same options and tile.
+    """The variant, config and bound kernels of all plans with the same options and tile.
 
     Attributes
     ----------
     options : PlanOptions
         Checked.
     problem : Problem, or mla's
-        As planned. What only a call knows (alignment, lse, sinks, scales) stands at what is most likely.
+        As planned. What only a call determines (alignment, lse, sinks, scales) has its most likely value.
     choice : Choice
         The variant and config of `problem`.
     latest : Choice
-        Those that a call was last bound to: what the next plan should expect.
+        Those of the last call that was bound. The next plan makes its work list for them.
     scalars : Scalars
         Of a call without scales or a window of its own.
     """

@@ -1,5 +1,5 @@
-"""The gated delta rule token by token in Triton: a chain of tokens, a tree of tokens, and the commit of a
-verification."""
+"""The portable variant of `Step` and `Commit`: a chain of tokens (step.py), a tree of draft tokens (tree.py), and the
+commit of a verification (commit.py). That of `Chunks`, the prefill, is chunks.py."""
 
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops.recurrent.delta import Commit
