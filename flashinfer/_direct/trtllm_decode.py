@@ -186,7 +186,7 @@ def trtllm_batch_decode_with_kv_cache(
         **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device), o_scale=o_scale,
                     bmm1_scale_log2=bmm1_scale_log2),
     )  # fmt: skip
-    require(not by_head or seq_lens.dim(), "seq_lens", (), "[batch], or [num_kv_heads, batch] of chosen blocks")
+    require(not by_head or seq_lens.dim() > 0, "seq_lens", (), "[batch], or [num_kv_heads, batch] of chosen blocks")
     batch = seq_lens.shape[-1] if by_head else seq_lens.numel()
     queries, longest = queries_of(query, batch, q_len_per_req, cum_seq_lens_q, max_q_len)
     if by_head:

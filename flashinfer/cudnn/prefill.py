@@ -220,11 +220,11 @@ class Rows:
 
     def by(self, row: int) -> Rows:
         """These offsets, which count elements, `row` of them in each row."""
-        self._row = row
-        if self.starts is not None and row > 1:
-            if self._given.device.type == "cpu":
-                whole = not (self._given % row).any()
-                require(whole, self.name, self._given.tolist(), f"multiples of {row}, the elements from row to row")
+        self._row, given = row, self._given
+        if given is not None and self.starts is not None and row > 1:
+            if given.device.type == "cpu":
+                whole = not bool((given % row).any())
+                require(whole, self.name, given.tolist(), f"multiples of {row}, the elements from row to row")
             self.starts = torch.div(self.starts, row, rounding_mode="floor")
         return self
 
