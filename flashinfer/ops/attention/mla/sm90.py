@@ -11,7 +11,7 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
-from flashinfer.ops.attention._device.widen_sm90 import FORMATS
+from flashinfer.ops.attention._device.sm90_widen import FORMATS
 from flashinfer.ops.attention.mla.config import Sm90Config
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.mla.sm90_combine import combine_latent_kernel

@@ -33,7 +33,7 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops._device.sm90.publish import write_words
 from flashinfer.ops._device.sm90.registers import opaque
-from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range
+from flashinfer.ops.attention._device.sm90_fixed_shift import any_out_of_range
 from flashinfer.ops.attention._device.logits import LOG2E, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_LEN,

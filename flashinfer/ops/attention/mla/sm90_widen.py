@@ -13,7 +13,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention._device.widen_sm90 import lanes, store_widened
+from flashinfer.ops.attention._device.sm90_widen import lanes, store_widened
 from flashinfer.ops.attention.mla.sm90_settings import HALF, KEYS, PART, REST, ROWS, Settings, Shared
 from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
 

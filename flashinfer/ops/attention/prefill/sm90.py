@@ -11,7 +11,7 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
-from flashinfer.ops.attention._device.widen_sm90 import FORMATS
+from flashinfer.ops.attention._device.sm90_widen import FORMATS
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config

@@ -15,7 +15,7 @@ import triton.language as tl
 from flashinfer._core.gluon_compat import block_barrier, gl, gluon
 from flashinfer.ops._device.sm90.registers import program
 from flashinfer.ops.attention._device.schedule import ITEM_KV_BASE, ITEM_KV_LEN, ITEM_WIDTH
-from flashinfer.ops.attention._device.widen_sm90 import lanes, store_widened
+from flashinfer.ops.attention._device.sm90_widen import lanes, store_widened
 from flashinfer.ops.attention.prefill.sm90_loads import wide_product
 from flashinfer.ops.attention.prefill.sm90_queue import TaskQueue, publish_next, read_to_end, span
 from flashinfer.ops.attention.prefill.sm90_settings import Ring, Settings, opaque_sum

@@ -20,7 +20,7 @@ from flashinfer.ops._device.sm90.scales import (
     sum_wide_blocks,
 )
 from flashinfer.ops._device.sm90.store import make_staging, write_tile
-from flashinfer.ops.gemm._device.slices_sm90 import Size, add_slices, produce, size_of
+from flashinfer.ops.gemm._device.sm90_slices import Size, add_slices, produce, size_of
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ Method: CUTLASS's persistent warp-specialised products, with split K by atomic c
 from flashinfer._core.gluon_compat import gl, gluon
 from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, make_ring, sum_products
 from flashinfer.ops._device.sm90.store import make_staging, write_tile
-from flashinfer.ops.gemm._device.slices_sm90 import Size, add_slices, produce, size_of
+from flashinfer.ops.gemm._device.sm90_slices import Size, add_slices, produce, size_of
 
 
 @gluon.jit

@@ -196,7 +196,7 @@ product = Op(
     Problem,
     (
         Variant("sm90", f"{_ROOM}.sm90", config.refuses_sm90, config.sm90),
-        Variant("sm90_fragments", f"{_ROOM}.fragments_sm90", config.refuses_fragments, config.fragments),
+        Variant("sm90_fragments", f"{_ROOM}.sm90_fragments", config.refuses_fragments, config.fragments),
         Variant("portable", f"{_ROOM}.portable", config=config.product),
         Variant("reference", f"{_ROOM}.reference"),
     ),

@@ -13,7 +13,7 @@ An example: thread 37 is in warp 1, its rows are 16 + 1 = 17 and 25, and word 2 
 low half of word 2 has the codes (17, 18), (25, 18), (17, 50) and (25, 50); the high half those of columns 19 and 51.
 
 The bits of a code are spread over its half so that few instructions move the sign to bit 15 and the exponent and
-mantissa to bits 8 to 6 of a bfloat16, for both halves at once (`WHERE`; `fragments_sm90.py` has the instructions).
+mantissa to bits 8 to 6 of a bfloat16, for both halves at once (`WHERE`; `sm90_fragments.py` has the instructions).
 """
 
 from __future__ import annotations
