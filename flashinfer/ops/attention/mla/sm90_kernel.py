@@ -33,7 +33,6 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops._device.sm90.publish import write_words
 from flashinfer.ops._device.sm90.registers import opaque
-from flashinfer.ops.attention._device.sm90_fixed_shift import any_out_of_range
 from flashinfer.ops.attention._device.logits import LOG2E, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_LEN,
@@ -43,6 +42,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
+from flashinfer.ops.attention._device.sm90_fixed_shift import any_out_of_range
 from flashinfer.ops.attention.mla.sm90_loads import fetch, gather, produce
 from flashinfer.ops.attention.mla.sm90_settings import (
     HALF,

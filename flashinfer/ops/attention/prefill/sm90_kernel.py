@@ -37,9 +37,9 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops._device.sm90.registers import opaque, program
 from flashinfer.ops._device.sm90.ring import make_barriers
-from flashinfer.ops.attention._device.sm90_fixed_shift import DOUBTFUL, FAILED, verdict
 from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
+from flashinfer.ops.attention._device.sm90_fixed_shift import DOUBTFUL, FAILED, verdict
 from flashinfer.ops.attention.prefill.sm90_finish import finish, rows_of, rows_exist, view_of
 from flashinfer.ops.attention.prefill.sm90_loads import fetch_queries, gather, produce_keys, produce_values
 from flashinfer.ops.attention.prefill.sm90_queue import (
