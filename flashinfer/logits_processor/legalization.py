@@ -44,12 +44,10 @@ def legalize_processors(
     >>> legalize_processors([Softmax(), Sample()])
     [SoftmaxOp, ProbsSampleOp]
     """
-    if not processors:
-        raise LegalizationError("processors: got none; allowed: one or more")
+    _check(processors)
     steps: list[Op] = []
     kind = initial_type
     for processor in processors:
-        require(isinstance(processor, LogitsProcessor), "processors", repr(processor), "a sequence of LogitsProcessor")
         if kind is TensorType.INDICES:
             raise CompileError(f"{processor!r}: follows {steps[-1]!r}; allowed: nothing after tokens are drawn")
         these = processor.legalize(kind)
@@ -74,7 +72,7 @@ def infer_initial_type(processors: Sequence[LogitsProcessor]) -> TensorType:
     Raises
     ------
     ValueError
-        The first processor takes logits and probabilities.
+        The first processor takes logits and probabilities, there is none, or one is no LogitsProcessor.
 
     Examples
     --------
@@ -83,6 +81,7 @@ def infer_initial_type(processors: Sequence[LogitsProcessor]) -> TensorType:
     >>> infer_initial_type([Softmax()])
     TensorType.LOGITS
     """
+    _check(processors)
     takes = []
     for kind in (TensorType.LOGITS, TensorType.PROBS):
         try:
@@ -94,3 +93,10 @@ def infer_initial_type(processors: Sequence[LogitsProcessor]) -> TensorType:
             takes.append(kind)
     require(len(takes) == 1, "input_type", None, f"one of those that {processors[0]!r} takes: LOGITS, PROBS")
     return takes[0]
+
+
+def _check(processors: Sequence[LogitsProcessor]) -> None:
+    if not processors:
+        raise LegalizationError("processors: got none; allowed: one or more")
+    for each in processors:
+        require(isinstance(each, LogitsProcessor), "processors", repr(each), "a sequence of LogitsProcessor")
