@@ -65,7 +65,7 @@ def segment_packbits(
     packed : torch.Tensor
         uint8 [new_indptr[-1]].
     new_indptr : torch.Tensor
-        [batch + 1], dtype and device of `indptr`: segment i is packed[new_indptr[i]:new_indptr[i + 1]].
+        int32 [batch + 1], on the device of `indptr`: segment i is packed[new_indptr[i]:new_indptr[i + 1]].
 
     Raises
     ------
@@ -77,7 +77,7 @@ def segment_packbits(
     >>> import torch, flashinfer
     >>> bits, indptr = torch.tensor([True, True, False, True]), torch.tensor([0, 3, 4])
     >>> flashinfer.segment_packbits(bits, indptr, bitorder="little")
-    (tensor([3, 1], dtype=torch.uint8), tensor([0, 1, 2]))
+    (tensor([3, 1], dtype=torch.uint8), tensor([0, 1, 2], dtype=torch.int32))
     """
     _check(x, bitorder)
     require(indptr.dim() == 1 and len(indptr) > 0, "indptr", tuple(indptr.shape), "[batch + 1]")
@@ -87,11 +87,11 @@ def segment_packbits(
     starts = [0]
     for begin, end in zip(offsets, offsets[1:]):
         starts.append(starts[-1] + -(-(end - begin) // 8))
-    new_indptr = torch.tensor(starts, dtype=indptr.dtype, device=indptr.device)
+    new_indptr = torch.tensor(starts, dtype=torch.int32, device=indptr.device)
     out = torch.empty(starts[-1], dtype=torch.uint8, device=x.device)
     if out.numel():
         index = dtype_name(indptr.dtype)
-        begins, ends = (t.to(x.device).contiguous() for t in (indptr, new_indptr))
+        begins, ends = (t.to(x.device, indptr.dtype).contiguous() for t in (indptr, new_indptr))
         _run(x, begins, ends, out, bitorder, index)
     return out, new_indptr
 

@@ -505,7 +505,7 @@ def test_segment_packbits(variant, device, bitorder, dtype):
     packed, starts = flashinfer.segment_packbits(x, indptr, bitorder)
     parts = [np.packbits(part.cpu().numpy(), bitorder=bitorder) for part in x.split(lengths)]
     assert_bitwise(packed, torch.from_numpy(np.concatenate(parts)))
-    assert_bitwise(starts, generate.indptr([len(p) for p in parts], device).to(dtype))
+    assert_bitwise(starts, generate.indptr([len(p) for p in parts], device).to(torch.int32))
     empty, starts = flashinfer.segment_packbits(x[:0], indptr[:1], bitorder)
     assert empty.shape == (0,) and starts.tolist() == [0]
 
