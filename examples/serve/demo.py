@@ -80,7 +80,7 @@ def compare(console, args, path, tokenizer, requests, figures) -> bool:
     ours, agreement = figures["engine"]["all"], {}
     speeds = {"flashinfer engine": {"seconds": ours["seconds"], "new tokens": ours["new tokens"]}}
     for name, batch_size in (("generate, one by one", 1), ("generate, padded batch", len(prompts))):
-        with console.status(f"Hugging Face: {name}"):
+        with report.status(console, f"Hugging Face: {name}"):
             model.generate(sorted(prompts, key=len)[:2], 4, batch_size)
             outputs, seconds = model.generate(prompts, args.max_new_tokens, batch_size)
         speeds[name] = {"seconds": seconds, "new tokens": sum(map(len, outputs))}
@@ -101,9 +101,7 @@ def compare(console, args, path, tokenizer, requests, figures) -> bool:
 
 def main(arguments=None) -> int:
     args, console = parse(arguments), Console()
-    if not console.is_terminal:
-        console.print("Loading Gemma 3 270M, and a first request: minutes on a busy CPU")
-    with console.status("Loading Gemma 3 270M"):
+    with report.status(console, "Loading Gemma 3 270M, and a first request: minutes on a busy CPU"):
         path = weights.gguf_file()
         tokenizer = weights.load_tokenizer(path)
         prompts = [weights.encode(tokenizer, prompt) for prompt in demo_prompts(args.requests)]
@@ -123,6 +121,7 @@ def main(arguments=None) -> int:
         figures[name] = part
         report.show(console, name, part)
     agree = args.no_compare or compare(console, args, path, tokenizer, requests, figures)
+    console.print(report.summary(figures))
     engine.reset()
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")

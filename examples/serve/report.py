@@ -81,3 +81,23 @@ def show(console: Console, title: str, rows: dict) -> None:
     for name, row in rows.items():
         table.add_row(name, *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     console.print(table)
+
+
+def status(console: Console, text: str):
+    """A spinner beside the text; in a pipe the text alone, so that a reader knows what takes the time."""
+    if not console.is_terminal:
+        console.print(text)
+    return console.status(text)
+
+
+def summary(figures: dict) -> str:
+    """What a run has shown, in one sentence."""
+    text = f"In short: {figures['engine']['all']['new tokens/s']:.0f} tokens/s"
+    speeds = figures.get("against Hugging Face", {})
+    others = [f"{row['tokens/s']:.0f} ({name})" for name, row in speeds.items() if name.startswith("generate")]
+    if others:
+        text += f", and {' and '.join(others)} of Hugging Face"
+    rows = figures.get("greedy tokens that agree", {}).values()
+    if rows:
+        text += f"; of {min(row['of'] for row in rows)} greedy tokens {min(row['agree'] for row in rows)} agree"
+    return text + "."

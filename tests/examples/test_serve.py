@@ -269,3 +269,17 @@ def test_progress_is_seen_in_a_pipe():
     assert [line for line in piped.getvalue().splitlines() if "of 16 tokens" in line] == [
         f"{made} of 16 tokens" for made in range(2, 17, 2)
     ]
+
+
+def test_the_last_sentence_says_what_a_run_has_shown():
+    from examples.serve.report import summary
+
+    figures = {"engine": {"all": {"new tokens/s": 64.4}}}
+    assert summary(figures) == "In short: 64 tokens/s."
+    speeds = {"flashinfer engine": 64.4, "generate, one by one": 11.6, "generate, padded batch": 19.3}
+    figures["against Hugging Face"] = {name: {"tokens/s": speed} for name, speed in speeds.items()}
+    figures["greedy tokens that agree"] = {"one by one": dict(agree=768, of=768), "padded": dict(agree=760, of=768)}
+    assert summary(figures) == (
+        "In short: 64 tokens/s, and 12 (generate, one by one) and 19 (generate, padded batch) of Hugging Face; of 768 "
+        "greedy tokens 760 agree."
+    )
