@@ -12,6 +12,7 @@ from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.joined import PREFILL_NAMES, check_offsets, from_zero, joined_offsets, same_cache
+from flashinfer.ops.attention.options import both_dtypes, check_flag
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -353,20 +354,18 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
             Alike in both batches.
         pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
             Options of the logits of both, as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        q_data_type, kv_data_type : dtype or its name
-            kv defaults to q's.
-        data_type : dtype or its name, optional
-            Older name for both: q's and kv's, whatever those are given.
+        q_data_type, kv_data_type, data_type : dtype or its name
+            As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
         non_blocking : bool
-            Not read: copies to the device never wait.
+            Copies to the device never wait here; False changes nothing else.
 
         Raises
         ------
         ValueError
             As `BatchPrefillWithPagedKVCacheWrapper.plan`, with the names of the part.
         """
-        if data_type is not None:
-            q_data_type = kv_data_type = data_type
+        check_flag("non_blocking", non_blocking)
+        q_data_type, kv_data_type = both_dtypes(q_data_type, kv_data_type, data_type)
         self._tables = (
             (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p),
             (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d),

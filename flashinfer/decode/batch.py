@@ -6,14 +6,13 @@ from typing import cast
 
 import torch
 
-from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.checks import require
 from flashinfer._core.literals import Backend, KvLayout, LseBase, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
-from flashinfer.ops.attention.agree import as_count, check_agrees
+from flashinfer.ops.attention.agree import as_count, check_agrees, check_buffers
 from flashinfer.ops.attention.operands import by_name, is_plain
-from flashinfer.ops.attention.options import check_flag, plan_options
-from flashinfer.ops.attention.tables import graph_buffers
+from flashinfer.ops.attention.options import both_dtypes, check_flag, plan_options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of
 
@@ -88,7 +87,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
     ):
         buffers = None
         if use_cuda_graph:
-            buffers = graph_buffers(
+            buffers = check_buffers(
                 device_of(float_workspace_buffer), _BUFFERS, kv_indptr=paged_kv_indptr_buffer,
                 kv_indices=paged_kv_indices_buffer, last_page_len=paged_kv_last_page_len_buffer,
             )  # fmt: skip
@@ -148,7 +147,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
             `run`: "nvfp4" (or uint8), "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head",
             "int4_group_64".
         data_type : dtype or its name, optional
-            Older name for both: q's and kv's, where they are left at their defaults.
+            Older name for both: q's and kv's, where they are left at their defaults. FP8 leaves q's at float16.
         non_blocking : bool
             Copies to the device never wait here; False changes nothing else.
         block_tables, seq_lens : Tensor, optional
@@ -186,10 +185,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         if window_right or is_causal is not None:
             causal = _is_causal(window_right, is_causal, q_len_per_req)
         if data_type is not None:
-            data_type = as_dtype(data_type, argument="data_type")
-            # The default of q_data_type is no word on it; a dtype is.
-            q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
-            kv_data_type = data_type if kv_data_type is None else kv_data_type
+            q_data_type, kv_data_type = both_dtypes(q_data_type, kv_data_type, data_type)
         asked = plan_options(
             source="paged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim,
             head_dim_vo=head_dim, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type, o_dtype=o_data_type,

@@ -13,13 +13,13 @@ from flashinfer._core.checks import require
 from flashinfer._core.literals import Backend, KvLayout, LseBase, LseLayout, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import RaggedNames
-from flashinfer.ops.attention.agree import check_agrees
+from flashinfer.ops.attention.agree import check_agrees, check_buffers
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.operands import (
     as_slots, by_name, check_number, is_plain, slot_factors, slot_views,
 )  # fmt: skip
 from flashinfer.ops.attention.options import check_flag, plan_options
-from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
+from flashinfer.ops.attention.tables import MASK_BUFFERS
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of, ragged_pair
 from flashinfer.ops.formats import KV_NAMES
@@ -87,7 +87,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         buffers = None
         if use_cuda_graph:
             needed = _BUFFERS | ({} if custom_mask_buf is None else MASK_BUFFERS)
-            buffers = graph_buffers(
+            buffers = check_buffers(
                 device_of(float_workspace_buffer), needed, qo_indptr=qo_indptr_buf, kv_indptr=kv_indptr_buf,
                 mask=custom_mask_buf, mask_indptr=mask_indptr_buf,
             )  # fmt: skip

@@ -7,7 +7,7 @@ from numbers import Integral
 import torch
 
 from flashinfer._core.checks import number, require, require_tensor
-from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR, Table, graph_buffers
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -46,6 +46,18 @@ def check_agrees(tables: tuple, names: tuple, page_size: int, *, seq_lens=None, 
     if block_tables is not None and pages is not None:
         _check_blocks(block_tables, tables, pages, names)
     return uniform_q_len or max_q or 0
+
+
+def check_buffers(device: torch.device, names: dict[str, str], **buffers: torch.Tensor | None) -> Table:
+    """`graph_buffers`, with errors for buffers that hold different numbers of requests."""
+    table, first = graph_buffers(device, names, **buffers), ""
+    for field in ("qo_indptr", "kv_indptr", "last_page_len"):
+        if field in names:
+            # An indptr has one element more than its batch has requests.
+            extra, found = int(field != "last_page_len"), getattr(table, field).shape[0]
+            first, batch = (first, batch) if first else (names[field], found - extra)
+            require(found == batch + extra, names[field], f"{found} elements", f"{batch + extra}, as {first} has")
+    return table
 
 
 def as_count(name: str, value) -> int:

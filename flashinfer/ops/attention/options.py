@@ -232,6 +232,20 @@ def default_o_dtype(q_dtype: torch.dtype, o_dtype: str | torch.dtype | None) -> 
     return torch.bfloat16 if q_dtype in _FP8 else q_dtype
 
 
+def both_dtypes(q_data_type, kv_data_type, data_type) -> tuple:
+    """The dtypes of q and of kv, where `data_type`, the older name of both, stands for one that is left out.
+
+    "float16" is the default of q_data_type, and so no word on it: a data_type stands for it, but for FP8, which then is
+    that of the cache alone.
+    """
+    if data_type is None:
+        return q_data_type, kv_data_type
+    dtype = as_dtype(data_type, argument="data_type")
+    if q_data_type is None or q_data_type == "float16" and dtype not in _FP8:
+        q_data_type = dtype
+    return q_data_type, dtype if kv_data_type is None else kv_data_type
+
+
 # The widest tile.
 MOST_ROWS = 128
 
