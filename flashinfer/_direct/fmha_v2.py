@@ -9,7 +9,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import UnsupportedConfig, dtype_name, present, require, require_tensor
-from flashinfer._direct.given import flag, head_sinks, real, scale, whole, with_pages
+from flashinfer._direct.given import check_bound, flag, head_sinks, real, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, in_blocks
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, scales_of, value_dim
@@ -87,12 +87,13 @@ def trtllm_fmha_v2_prefill(
     logits_soft_cap_scale : float, optional
         Logits become cap * tanh(logits / cap).
     mask_mode : str
-        "causal"; "sliding_window", which is causal and wants window_left; or "padding", where a query sees all keys of
-        its request; or "chunked", which is causal within chunks of chunked_attention_size tokens. In any case.
+        "padding", where a query sees all keys of its request, unless ALiBi makes it causal; else "causal",
+        "sliding_window" or "chunked", which are one: causal, with what window_left and chunked_attention_size say. In
+        any case.
     window_left : int
-        A query sees itself and this many keys before it; -1 for all.
+        A query sees itself and this many keys before it; -1 for all. Not with "padding".
     chunked_attention_size : int
-        With mask_mode "chunked"; else 0.
+        A query sees keys of its own chunk of this many tokens; 0 for all. Not with "padding", and not with a window.
     save_softmax_stats : bool
         Whether to return the statistics of the softmax, too.
 
@@ -124,15 +125,15 @@ def trtllm_fmha_v2_prefill(
     mask = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
     if mask not in _MASKS:
         raise UnsupportedConfig(f"mask_mode: got {mask_mode!r}; allowed: {', '.join(_MASKS)}")
-    window, chunk = whole("window_left", window_left), whole("chunked_attention_size", chunked_attention_size)
-    require(mask != "sliding_window" or window >= 0, "window_left", window, "0 or more, with a window")
-    require(mask not in ("padding", "chunked") or window < 0, "window_left", window, f"-1 with mask_mode {mask!r}")
-    chunked = mask == "chunked"
-    require(chunked or not chunk, "chunked_attention_size", chunk, "0, not chunked")
+    window, chunk = whole("window_left", window_left), whole("chunked_attention_size", chunked_attention_size, 0)
+    require(mask != "padding" or window < 0, "window_left", window, "-1 with mask_mode 'padding'")
+    require(mask != "padding" or not chunk, "chunked_attention_size", chunk, "0 with mask_mode 'padding'")
+    require(not chunk or window < 0, "window_left", window, f"-1 with chunked_attention_size = {chunk}")
     known = pos_encoding_mode is None or str(pos_encoding_mode).upper() in ("NONE", "ALIBI")
     require(known, "pos_encoding_mode", repr(pos_encoding_mode), "None, 'NONE' or 'ALIBI'")
     alibi = pos_encoding_mode is not None and pos_encoding_mode.upper() == "ALIBI"
     paged, batch = input_layout.startswith("Q_PAGED_KV"), whole("batch_size", batch_size, 0)
+    check_bound("max_kv_len", max_kv_len)
     require(paged or block_tables is None, "block_tables", "a tensor", f"None with {input_layout}")
     query, kv = _operands(qkv, input_layout)
     device = query.device
@@ -142,9 +143,9 @@ def trtllm_fmha_v2_prefill(
     output = Output(query, (*query.shape[:2], value_dim(kv)), out, out_dtype, return_lse=saves)
     cap = None if logits_soft_cap_scale is None else real("logits_soft_cap_scale", logits_soft_cap_scale)
     options: dict[str, Any] = dict(
-        longest_q=whole("max_q_len", max_q_len), causal=mask != "padding", window_left=window, o_dtype=output.dtype,
-        soft_cap=cap or None, alibi=alibi, sinks=head_sinks(sinks, query.shape[1]), **output.call,
-        masked=chunk_mask(chunk) if chunked else (None, None),
+        longest_q=whole("max_q_len", max_q_len, 0), causal=mask != "padding" or alibi, window_left=window,
+        o_dtype=output.dtype, soft_cap=cap or None, alibi=alibi, sinks=head_sinks(sinks, query.shape[1]), **output.call,
+        masked=chunk_mask(chunk) if chunk else (None, None),
         **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device)),
     )  # fmt: skip
     if paged:

@@ -32,6 +32,13 @@ def most_rows(name: str, value) -> int:
     return value
 
 
+def check_bound(name: str, value) -> None:
+    """Refuse a bound that no kernel needs, where it is below 0. A tensor on a GPU is not waited for."""
+    if value is None or type(value) is int and value >= 0 or isinstance(value, torch.Tensor) and value.is_cuda:
+        return
+    whole(name, value, 0)
+
+
 def check_caches(k: torch.Tensor, v: torch.Tensor, axes: tuple[int, ...], shape: str) -> None:
     """Refuse k_cache and v_cache that have another number of axes."""
     for name, cache in (("k_cache", k), ("v_cache", v)):

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_values, require
 from flashinfer._core.literals import Backend, KvLayout
-from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
+from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, pair_of
 from flashinfer.ops.attention.engine import attend_pages, factors_of, flat_integers, refuse, scales_of, value_dim
@@ -84,7 +84,7 @@ def trtllm_batch_decode_with_kv_cache(
         Keys of each request, those of its queries among them. [num_kv_heads, batch] with enable_block_sparse_attention:
         the keys in the chosen pages.
     max_seq_len : int
-        Not read: `block_tables` bounds the lengths.
+        At least 0; `block_tables` bounds the lengths.
     bmm1_scale : float or float32 Tensor [1]
         Factor of q . k: 1 / sqrt(head_dim) and the scales of q and k, fused.
     bmm2_scale : float or float32 Tensor [1]
@@ -172,6 +172,7 @@ def trtllm_batch_decode_with_kv_cache(
         mode = repr(bf16q_fp8kv_transform_mode)
         require(False, "bf16q_fp8kv_transform_mode", mode, "None, 'k_only', 'separate_kv'")
     window_left = whole("window_left", window_left)
+    check_bound("max_seq_len", max_seq_len)
     _check_rows(query)
     kv_cache = as_one_type(with_pages(kv_cache, kv_layout))
     device, by_head = query.device, flag("enable_block_sparse_attention", enable_block_sparse_attention)
@@ -273,8 +274,8 @@ def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch
         check_values("cum_seq_lens_q", indptr if indptr.dtype == torch.int64 else found, 0, query.shape[0])
         return dict(qo_indptr=found), longest or 0
     tokens = query.shape[0]
-    q_len = whole("q_len_per_req", q_len) if q_len is not None else tokens // batch if batch else 1
-    if q_len < 1 or tokens != batch * q_len:
+    q_len = whole("q_len_per_req", q_len, 1) if q_len is not None else max(tokens // batch, 1) if batch else 1
+    if tokens != batch * q_len:
         require(False, "query", f"{tokens} tokens", f"{batch} requests of {q_len} queries")
     return dict(q_len=q_len), q_len
 
@@ -320,7 +321,9 @@ def xqa_batch_decode_with_kv_cache(
 
     Returns
     -------
-    Tensor [tokens, num_qo_heads, head_dim], as query or out
+    Tensor
+        `out`, or a new one: [tokens, num_qo_heads, head_dim], and [batch, q_len_per_req, num_qo_heads, head_dim] where
+        every request has that many queries, more than one.
 
     Raises
     ------
@@ -336,9 +339,13 @@ def xqa_batch_decode_with_kv_cache(
     >>> flashinfer.decode.xqa_batch_decode_with_kv_cache(q, kv, scratch, pages, lens, 20, bmm1_scale=0.125).shape
     torch.Size([2, 8, 64])
     """
-    return trtllm_batch_decode_with_kv_cache(
+    result = trtllm_batch_decode_with_kv_cache(
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
         out, sinks=sinks, kv_layout=kv_layout, backend="xqa", q_len_per_req=q_len_per_req, o_scale=o_scale, mask=mask,
         max_q_len=None if q_cu_seq_lens is None else q_len_per_req, cum_seq_lens_q=q_cu_seq_lens,
         kv_cache_sf=kv_cache_sf,
     )  # fmt: skip
+    batch = seq_lens.numel()
+    if out is not None or q_cu_seq_lens is not None or len(query) <= batch:
+        return result
+    return result.unflatten(0, (batch, -1))

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
 from flashinfer._core.literals import Backend, KvLayout
-from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
+from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered
 from flashinfer._direct.sage import widened
@@ -118,6 +118,7 @@ def trtllm_batch_context_with_kv_cache(
     check_layout(kv_layout)
     require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
     batch, device = whole("batch_size", batch_size, 0), query.device
+    check_bound("max_kv_len", max_kv_len)
     require(block_tables.dim() > 1, "block_tables", tuple(block_tables.shape), "[batch, max_pages]")
     require(block_tables.shape[0] == batch, "batch_size", batch, f"{block_tables.shape[0]}, as block_tables")
     kv_cache = as_one_type(with_pages(kv_cache, kv_layout))
@@ -128,7 +129,7 @@ def trtllm_batch_context_with_kv_cache(
         kv_cache, block_tables, factors = gathered(kv_cache, kv_layout, block_tables, factors)
     queries = dict(qo_indptr=flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1))
     return output.finish(attend_pages(
-        query, kv_cache, kv_layout, block_tables, seq_lens, queries, longest_q=whole("max_q_len", max_q_len),
+        query, kv_cache, kv_layout, block_tables, seq_lens, queries, longest_q=whole("max_q_len", max_q_len, 0),
         causal=flag("causal", causal), window_left=whole("window_left", window_left), o_dtype=output.dtype,
         backend=backend, sinks=head_sinks(sinks, query.shape[1]), **output.call, **factors,
         **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device)),
@@ -244,6 +245,7 @@ def trtllm_ragged_attention_deepseek(
     for name, x in (("query", query), ("key", key), ("value", value)):
         require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")
     device, batch = query.device, whole("batch_size", batch_size, 0)
+    check_bound("max_kv_len", max_kv_len)
     kv_lens = flat_integers(seq_lens, "seq_lens", device, batch)
     table = Table(
         flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1),
@@ -266,7 +268,7 @@ def trtllm_ragged_attention_deepseek(
     shape = (*query.shape[:2], value.shape[-1])
     output = Output(query, shape, out, default, lse=lse, return_lse=flag("return_lse", return_lse))
     return output.finish(attend_rows(
-        query, key, value, table, longest_q=whole("max_q_len", max_q_len), causal=flag("is_causal", is_causal),
+        query, key, value, table, longest_q=whole("max_q_len", max_q_len, 0), causal=flag("is_causal", is_causal),
         window_left=whole("window_left", window_left), o_dtype=output.dtype, backend=backend, **output.call,
         sinks=head_sinks(attention_sinks, query.shape[1]),
         **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device)),

@@ -7,7 +7,9 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
-from flashinfer._direct.given import check_caches, head_sinks, most_rows, scale as scale_of, whole, with_pages
+from flashinfer._direct.given import (
+    check_bound, check_caches, head_sinks, most_rows, scale as scale_of, whole, with_pages,
+)  # fmt: skip
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_of
@@ -105,8 +107,10 @@ def cudnn_batch_decode_with_kv_cache(
         require(k_cache.shape[0] >= batch, "block_tables", None, f"a tensor, or a cache of at least {batch} pages")
         block_tables = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
     lens = flat_integers(actual_seq_lens_kv, "actual_seq_lens_kv", q.device, batch)
+    check_bound("max_sequence_kv", max_sequence_kv)
     if lens is None:
-        lens = torch.full((batch,), most_rows("max_sequence_kv", max_sequence_kv), dtype=torch.int32, device=q.device)
+        most = most_rows("max_sequence_kv", max_sequence_kv)
+        lens = torch.full((batch,), most, dtype=torch.int32, device=q.device)
     output = Output(q, (*q.shape[:2], v_cache.shape[-1]), out, lse=lse, return_lse=return_lse)
     out_row = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
     _check_uniform("batch_offsets_q", batch_offsets_q, q_len, q.stride(0))

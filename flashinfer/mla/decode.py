@@ -8,7 +8,7 @@ import torch
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import present, require
 from flashinfer._core.literals import Backend
-from flashinfer._direct.given import flag, head_sinks, scale, whole
+from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
 from flashinfer.ops.attention.direct import ones_times, run_latent
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse
@@ -89,7 +89,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     seq_lens : int32 or uint32 Tensor [batch]
         Keys of each request, those of its queries among them. Not read with sparse_mla_top_k.
     max_seq_len : int
-        Not read: `block_tables` bounds the lengths.
+        At least 0; `block_tables` bounds the lengths.
     sparse_mla_top_k : int
         Keys that block_tables names for each query; 0 for attention over all.
     out : Tensor [batch, q_len, num_heads, kv_lora_rank], optional
@@ -157,6 +157,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     axes = 4 if cum_seq_lens_q is None else 3
     require(query.dim() == axes, "query", tuple(query.shape), f"{axes} axes: batch and q_len, or tokens; heads; dim")
     q_len, top_k = query.shape[1] if axes == 4 else 0, whole("sparse_mla_top_k", sparse_mla_top_k, 0)
+    check_bound("max_seq_len", max_seq_len)
     longest = q_len or (1 if max_q_len is None else whole("max_q_len", max_q_len, 1))
     kv_cache, rows, device = without_heads(kv_cache), query.flatten(0, -3), query.device
     if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):

@@ -7,10 +7,17 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer.cudnn import cudnn_batch_decode_with_kv_cache
+from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
+from flashinfer.prefill import (
+    trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill, trtllm_ragged_attention_deepseek,
+)  # fmt: skip
 from flashinfer.testing import generate
 from tests.ops.attention.cases import check, workspace
-from tests.ops.attention.oracle import Options
-from tests.ops.attention.test_engines import HALF
+from tests.ops.attention.oracle import Extras, Options
+from tests.ops.attention.test_direct import lens
+from tests.ops.attention.test_engines import HALF, SCRATCH, close, paged
 
 E4M3 = torch.float8_e4m3fn
 KV = [5, 0, 40, 33, 64, 7]
@@ -76,3 +83,79 @@ def test_fixed_buffers_of_another_number_of_requests(wrapper, device):
         name = "paged_kv_last_page_len_buf" + ("fer" if wrapper == "decode" else "")
         with pytest.raises(ValueError, match=f"^{name}: got 4 elements; allowed: 3, as "):
             made(4, 4, 4)
+
+
+def test_axes_of_drafts_by_xqa(device):
+    """A new output has an axis for the queries of a request, where it has several; a given one has its own axes."""
+    x = generate.ragged_batch([3] * 6, [5, 4, 40, 33, 64, 7], 4, 2, 64, dtype=HALF, device=device)
+    cache, tables, seq_lens = paged(x, [5, 4, 40, 33, 64, 7], layout="NHD")
+    call = dict(kv_cache=cache, workspace_buffer=SCRATCH, block_tables=tables, seq_lens=seq_lens, max_seq_len=72,
+                bmm1_scale=0.125, q_len_per_req=3)  # fmt: skip
+    new = xqa_batch_decode_with_kv_cache(x.q, **call)
+    assert new.shape == (6, 3, 4, 64)
+    close(new.flatten(0, 1), x, Options(causal=True))
+    out = torch.empty_like(x.q)
+    assert xqa_batch_decode_with_kv_cache(x.q, out=out, **call) is out
+    close(out, x, Options(causal=True))
+    packed = xqa_batch_decode_with_kv_cache(x.q, q_cu_seq_lens=x.qo_indptr, **call)
+    assert packed.shape == x.q.shape
+
+
+def _bounds(device):
+    x = generate.ragged_batch([2, 1], [5, 9], 4, 2, 64, dtype=HALF, device=device)
+    cache, tables, seq_lens = paged(x, [5, 9])
+    k, v = cache.unbind(1)
+    rows = x.qo_indptr, x.kv_indptr
+    decode = lambda max_seq_len=72, **others: trtllm_batch_decode_with_kv_cache(
+        x.q[:2], cache, SCRATCH, tables, seq_lens, max_seq_len, **others
+    )
+    context = lambda max_q_len=2, max_kv_len=9: trtllm_batch_context_with_kv_cache(
+        x.q, cache, SCRATCH, tables, seq_lens, max_q_len, max_kv_len, 0.125, 1.0, 2, *rows)  # fmt: skip
+    ragged = lambda max_q_len=2, max_kv_len=9: trtllm_ragged_attention_deepseek(
+        x.q, x.k, x.v, SCRATCH, seq_lens, max_q_len, max_kv_len, 0.125, 1.0, 1.0, 2, -1, *rows, None, True, False
+    )
+    v2 = lambda max_q_len=2, max_kv_len=9: trtllm_fmha_v2_prefill(
+        (x.q, x.k, x.v), "SEPARATE_Q_K_V", SCRATCH, seq_lens, max_q_len, max_kv_len, 0.125, 1.0, 2, *rows)  # fmt: skip
+    cudnn = lambda **bound: cudnn_batch_decode_with_kv_cache(
+        x.q[:2], k, v, 0.125, SCRATCH, actual_seq_lens_kv=seq_lens, block_tables=tables, **bound
+    )
+    latent = lambda max_seq_len: trtllm_batch_decode_with_kv_cache_mla(
+        torch.zeros(2, 1, 16, 80, dtype=HALF, device=device), torch.zeros(9, 8, 80, dtype=HALF, device=device), SCRATCH,
+        64, 64, 16, tables.clamp(max=8), seq_lens, max_seq_len)  # fmt: skip
+    return dict(decode=decode, context=context, ragged=ragged, v2=v2, cudnn=cudnn, latent=latent)
+
+
+@pytest.mark.parametrize(
+    "function, name",
+    (("decode", "max_seq_len"), ("decode", "q_len_per_req"), ("context", "max_q_len"), ("context", "max_kv_len"),
+     ("ragged", "max_q_len"), ("ragged", "max_kv_len"), ("v2", "max_q_len"), ("v2", "max_kv_len"),
+     ("cudnn", "max_sequence_kv"), ("latent", "max_seq_len")),
+)  # fmt: skip
+def test_bounds_below_zero(function, name, device):
+    """Also bounds that no kernel here needs: below 0 they are a caller's mistake."""
+    call = _bounds(device)[function]
+    call(**{name: 1 if name == "q_len_per_req" else 72})
+    for wrong in (-1, "a", 1.5):
+        with pytest.raises(ValueError, match=f"^{name}: got {wrong!r}; allowed: a"):
+            call(**{name: wrong})
+
+
+def test_masks_of_fmha_v2_whose_size_or_name_is_left_out(device):
+    """Three names are one causal mask, and the sizes say what it has beside; ALiBi is causal under any name."""
+    x = generate.ragged_batch([3, 0, 9], [5, 2, 33], 4, 2, 64, dtype=HALF, device=device)
+    chunks = []
+    for nq, nkv in ((3, 5), (0, 2), (9, 33)):
+        q_pos, k_pos = torch.arange(nkv - nq, nkv)[:, None], torch.arange(nkv)
+        chunks.append(((k_pos <= q_pos) & (k_pos // 8 == q_pos // 8)).flatten().to(device))
+    causal, alibi = Options(causal=True), Options(causal=True, pos_encoding_mode="ALIBI")
+    for given, o, extras in (
+        (dict(mask_mode="sliding_window"), causal, None), (dict(mask_mode="chunked"), causal, None),
+        (dict(chunked_attention_size=8), Options(), Extras(chunks)),
+        (dict(window_left=2), Options(causal=True, window_left=2), None),
+        (dict(mask_mode="padding", pos_encoding_mode="alibi"), alibi, None),
+    ):  # fmt: skip
+        out = trtllm_fmha_v2_prefill(
+            (x.q, x.k, x.v), "SEPARATE_Q_K_V", SCRATCH, lens([5, 2, 33], device), 9, 33, 0.125, 1.0, 3, x.qo_indptr,
+            x.kv_indptr, **given,
+        )  # fmt: skip
+        close(out, x, o, extras)

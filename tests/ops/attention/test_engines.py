@@ -456,9 +456,9 @@ def refusals(x, cache, tables, seq_lens):
     yield "qkv", fmha("Q_PAGED_KV_NHD", (x.q,), block_tables=tables)
     yield "input_layout", fmha("QKV")
     yield "mask_mode", fmha(mask_mode="custom")
-    yield "window_left", fmha(mask_mode="sliding_window")
-    yield "chunked_attention_size", fmha(chunked_attention_size=8)
-    yield "chunked_attention_size", fmha(mask_mode="chunked")
+    yield "window_left", fmha(mask_mode="padding", window_left=3)
+    yield "window_left", fmha(chunked_attention_size=8, window_left=3)
+    yield "chunked_attention_size", fmha(mask_mode="padding", chunked_attention_size=8)
     yield "block_tables", fmha(block_tables=tables)
     yield "pos_encoding_mode", fmha(pos_encoding_mode="ROPE_LLAMA")
 
