@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant("routing: a group is as good as its best", f"{_OPS}/moe/routing/reference.py",
            "values[..., :2].sum(2)", "values[..., :1].sum(2)", f"{_TESTS}/moe/routing"),
     Mutant("limits: offsets may pass the page ids", f"{_OPS}/attention/host_tables.py",
-           "or (most is not None and last > most)", "", f"{_TESTS}/attention/test_bad_input.py"),
+           "page_ids is None or entries <= page_ids", "True", f"{_TESTS}/attention/test_bad_input.py"),
     Mutant("limits: a value past the last is taken", "flashinfer/_core/checks.py",
            "require(least <= low and high <= most, name", "require(least <= low, name",
            f"{_TESTS}/sampling/test_sampling.py {_TESTS}/attention/mqa_logits"),
