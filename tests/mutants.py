@@ -120,7 +120,7 @@ MUTANTS = (
            "page_ids is None or entries <= page_ids", "True", f"{_TESTS}/attention/test_bad_input.py"),
     Mutant("limits: a value past the last is taken", "flashinfer/_core/checks.py",
            "require(least <= low and high <= most, name", "require(least <= low, name",
-           f"{_TESTS}/sampling/test_sampling.py {_TESTS}/attention/mqa_logits"),
+           f"{_TESTS}/attention/test_engines.py"),
     Mutant("deadline: a late rank is not named", f"{_OPS}/comm/meeting.py",
            "if clock.is_over() or gone.is_set():\n                    self.session",
            "if False:\n                    self.session",
