@@ -5,31 +5,21 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named, untraced
-from flashinfer._core.checks import indptr_values, present, require
+from flashinfer._core.checks import present, require
 from flashinfer._core.literals import LseBase, PosEncodingMode
 from flashinfer.ops.attention.engine import integers, refuse
 from flashinfer.ops.attention.masks import as_bool
 from flashinfer.ops.attention.operands import check_given, is_plain, with_lse
 from flashinfer.ops.attention.options import PlanOptions
-from flashinfer.ops.attention.sparse import block_mask_bits, check_sizes, per_head_blocks, uniform_blocks
+from flashinfer.ops.attention.sparse import (
+    block_mask_bits, check_blocks, check_sizes, convert_bsr_mask_layout, of_groups, per_head_blocks, uniform_blocks,
+)  # fmt: skip
 from flashinfer.ops.attention.sparse_wrapper import (
     BlockSparseWrapper, as_they_are, filled, refuse_positions, run_per_head,
 )  # fmt: skip
 
-__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 _SCALES = "q_scale", "k_scale", "v_scale"
-
-
-def _check_blocks(indptr: torch.Tensor, indices: torch.Tensor, columns: int) -> int:
-    """Check maps on the host. Returns the first offset; 0 where only the device knows."""
-    if indptr.is_cuda or not indptr.numel():
-        return 0
-    offsets = indptr_values("indptr", indptr, indices.shape[0], "the length of indices", sliced=True)
-    used = indices[offsets[0] : offsets[-1]]
-    if not indices.is_cuda and used.numel():
-        low, high = (int(x) for x in used.aminmax())
-        require(low >= 0 and high < columns, "indices", f"block columns {low} ... {high}", f"0 ... {columns - 1}")
-    return offsets[0]
 
 
 class BlockSparseAttentionWrapper(BlockSparseWrapper):
@@ -45,6 +35,11 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
 
+    Attributes
+    ----------
+    M, N, R, C : int, optional
+        The sizes of the last plan().
+
     Examples
     --------
     >>> import torch, flashinfer
@@ -55,6 +50,11 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
     >>> wrapper.run(q, k, v).shape
     torch.Size([4, 2, 16])
     """
+
+    M: int | None = None
+    N: int | None = None
+    R: int | None = None
+    C: int | None = None
 
     @checked
     @named(head_dim_qk="head_dim", head_dim_vo="head_dim", packed_custom_mask="packed_mask", page_size="C")
@@ -96,12 +96,12 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
 
         Parameters
         ----------
-        indptr : int Tensor [M / R + 1]
+        indptr : int Tensor [ceil(M / R) + 1]
             Where the blocks of each block row begin in `indices`; on the host or the device. The first may be any.
         indices : int Tensor [blocks]
             Block columns.
         M, N, R, C : int
-            Queries and keys, and the rows and columns of a block, which divide them.
+            Queries and keys, and the rows and columns of a block. C divides N; the last block row has what R leaves.
         num_qo_heads, num_kv_heads, head_dim : int
         mask : bool Tensor [blocks, R, C], optional
             Within each block, True where a query sees a key.
@@ -118,9 +118,10 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
             Default 1 / sqrt(head_dim).
         q_data_type, kv_data_type, o_data_type : dtype or its name
             kv defaults to q's.
-        block_mask : bool Tensor [M / R, N / C] or [num_kv_heads, M / R, N / C], optional
-            The blocks, in the place of indptr and indices, which then are None; for all heads, or for each KV head.
-            With one, plan() waits for the device, and run() copies q and out, heads first, where heads differ.
+        block_mask : bool Tensor [ceil(M / R), N / C] or [heads, ceil(M / R), N / C], optional
+            The blocks, in the place of indptr and indices, which then are None; for all heads, for each KV head, or
+            for each query head, those of a KV head alike. With one, plan() waits for the device, and run() copies q and
+            out, heads first, where heads differ.
         kv_block_lens, q2k_indices, q2k_num, kv_splits : optional
             Refused.
         q_scale, k_scale, v_scale : float or Tensor, optional
@@ -144,25 +145,29 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
         for name, value in (("kv_block_lens", kv_block_lens), ("q2k_indices", q2k_indices), ("q2k_num", q2k_num),
                             ("kv_splits", kv_splits)):  # fmt: skip
             refuse(name, value, "None: maps are indptr and indices, or block_mask")
-        require(R > 0 and M % R == 0, "R", R, f"a divisor of M = {M}")
+        require(R > 0, "R", R, "at least 1")
         require(C > 0 and N % C == 0, "C", C, f"a divisor of N = {N}")
         common: dict = dict(
             source="paged", head_dim_qk=head_dim, head_dim_vo=head_dim, q_dtype=q_data_type, kv_dtype=kv_data_type,
             o_dtype=o_data_type, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
         )  # fmt: skip
+        self.M, self.N, self.R, self.C = M, N, R, C
         self._shape, self._kv_heads = (M, N), num_kv_heads
+        block_rows = -(-M // R)
         self._scales = q_scale, k_scale, v_scale
         self._per_head = block_mask is not None and block_mask.dim() == 3
         if block_mask is not None:
             given = indptr is not None or indices is not None or mask is not None or packed_mask is not None
             require(not given, "block_mask", "a tensor beside indptr, indices or a mask", "one of them alone")
-            shape = (num_kv_heads,) * self._per_head + (M // R, N // C)
+            group, block_mask = num_qo_heads // num_kv_heads, as_bool("block_mask", block_mask).to("cpu")
+            if self._per_head and group > 1 and block_mask.shape[0] == num_qo_heads:
+                block_mask = of_groups(block_mask, group)
+            shape = (num_kv_heads,) * self._per_head + (block_rows, N // C)
             require(tuple(block_mask.shape) == shape, "block_mask", tuple(block_mask.shape), str(shape))
-            block_mask = as_bool("block_mask", block_mask).to("cpu")
         if block_mask is not None and self._per_head:
-            rows = torch.full((num_kv_heads, M // R), R, dtype=torch.int64, device="cpu")
+            rows = torch.full((num_kv_heads, block_rows), R, dtype=torch.int64, device="cpu")
+            rows[:, -1:] -= -M % R
             columns = torch.full((num_kv_heads, N // C), C, dtype=torch.int64, device="cpu")
-            group = num_qo_heads // num_kv_heads
             blocks = per_head_blocks(block_mask, rows, columns, group, self.device)
             asked = PlanOptions(num_qo_heads=group, num_kv_heads=1, page_size=blocks.page_size, **common).checked()
             return self._plan(asked, blocks, causal)
@@ -171,15 +176,18 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
             indptr = torch.nn.functional.pad(block_mask.sum(1).cumsum(0), (1, 0))
         indptr, indices = (present("indptr, indices", x, "tensors, or block_mask") for x in (indptr, indices))
         given = indptr, indices
-        indptr = integers(indptr, "indptr", self.device, (M // R + 1,)).contiguous()
+        indptr = integers(indptr, "indptr", self.device, (block_rows + 1,)).contiguous()
         indices = integers(indices, "indices", self.device, (None,)).contiguous()
-        first = _check_blocks(*given, N // C)
+        first = check_blocks(*given, N // C)
         if mask is not None and packed_mask is None:
             shape = (indices.shape[0], R, C)
             require(tuple(mask.shape) == shape, "mask", tuple(mask.shape), str(shape))
             mask = block_mask_bits(as_bool("mask", mask[first:]).to(self.device), indptr - first)
+            if M % R:
+                # The last block row has rows of its blocks alone that are queries.
+                mask = mask[: mask.numel() - -M % R * C * int(indptr[-1] - indptr[-2])]
         asked = PlanOptions(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, page_size=C, **common).checked()
-        self._plan(asked, uniform_blocks(indptr, indices, R, C, N - M), causal, mask, packed_mask)
+        self._plan(asked, uniform_blocks(indptr, indices, R, C, M, N), causal, mask, packed_mask)
 
     begin_forward = plan
 

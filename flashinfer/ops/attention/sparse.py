@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core import env, workspace
-from flashinfer._core.checks import require
+from flashinfer._core.checks import indptr_values, require
 from flashinfer.ops.attention.kernels import kernels_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.options import PlanOptions, tile_rows
@@ -55,20 +55,21 @@ class Blocks:
         return self.table.kv_indices.shape[0] * self.page_size
 
 
-def uniform_blocks(indptr: torch.Tensor, indices: torch.Tensor, rows: int, columns: int, ahead: int) -> Blocks:
-    """Of a BSR matrix with blocks of rows x columns; its `indptr` and `indices` are int32 on the device.
+def uniform_blocks(indptr: torch.Tensor, indices: torch.Tensor, rows: int, columns: int, queries: int,
+                   keys: int) -> Blocks:  # fmt: skip
+    """Of a BSR matrix [queries, keys] with blocks of rows x columns, the last row of which may have fewer queries.
 
-    `ahead` is by how much the last key's position is ahead of the last query's row.
+    Its `indptr` and `indices` are int32 on the device.
     """
     count, device = indptr.shape[0] - 1, indptr.device
     full = torch.full((max(count, 1),), columns, dtype=torch.int32, device=device)[:count]
-    qo_indptr = torch.arange(0, (count + 1) * rows, rows, dtype=torch.int32, device=device)
+    qo_indptr = torch.arange(0, (count + 1) * rows, rows, dtype=torch.int32, device=device).clamp_(max=queries)
     table, firsts = Table(qo_indptr, indptr, full, indices), qo_indptr[:-1]
     params = dict(
         kv_indptr=indptr, kv_indices=indices, first_keys=torch.zeros_like(firsts), first_queries=firsts,
-        q_lens=torch.full_like(firsts, rows), page_size=columns, ahead=ahead,
+        q_lens=qo_indptr.diff(), page_size=columns, ahead=keys - queries,
     )  # fmt: skip
-    return Blocks(table, columns, count * rows, rows, params)
+    return Blocks(table, columns, queries, rows, params)
 
 
 def per_head_blocks(
@@ -130,7 +131,7 @@ def block_mask_bits(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
     number = block - indptr[row]
     r, c = (torch.arange(n, dtype=torch.int64, device=mask.device) for n in (rows, columns))
     at = (indptr[row] * rows * columns + number * columns)[:, None, None] + (keys[:, None] * r)[:, :, None] + c
-    flat = torch.empty(mask.numel(), dtype=torch.bool, device=mask.device)
+    flat = torch.empty(mask.numel(), dtype=mask.dtype, device=mask.device)
     flat[at.flatten()] = mask.flatten()
     return flat
 
@@ -194,3 +195,56 @@ def check_sizes(name: str, sizes: torch.Tensor, shape: tuple[int, int]) -> torch
     totals = sizes.sum(1).tolist()
     require(len(set(totals)) <= 1, name, f"sums {totals}", "the same sum for every head")
     return sizes
+
+
+def check_blocks(indptr: torch.Tensor, indices: torch.Tensor, columns: int) -> int:
+    """Check maps on the host. Returns the first offset; 0 where only the device knows."""
+    if indptr.is_cuda or not indptr.numel():
+        return 0
+    offsets = indptr_values("indptr", indptr, indices.shape[0], "the length of indices", sliced=True)
+    used = indices[offsets[0] : offsets[-1]]
+    if not indices.is_cuda and used.numel():
+        low, high = (int(x) for x in used.aminmax())
+        require(low >= 0 and high < columns, "indices", f"block columns {low} ... {high}", f"0 ... {columns - 1}")
+    return offsets[0]
+
+
+def of_groups(block_mask: torch.Tensor, group: int) -> torch.Tensor:
+    """Maps of each KV head, from those of its query heads."""
+    by_head = block_mask.unflatten(0, (-1, group))
+    alike = bool((by_head == by_head[:, :1]).all())
+    require(alike, "block_mask", "query heads of one KV head that differ", "the same blocks for each of them")
+    return by_head[:, 0]
+
+
+def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """The masks of blocks as those of block rows, which `BlockSparseAttentionWrapper.plan` takes in bits.
+
+    Parameters
+    ----------
+    mask : Tensor [blocks, R, C]
+        Of each block, as in `BlockSparseAttentionWrapper.plan`.
+    indptr : int Tensor [block rows + 1]
+        Where the blocks of each block row begin.
+
+    Returns
+    -------
+    Tensor [blocks * R * C]
+        Of each block row [R, keys of its blocks], row-major, one block row after the other; mask's dtype.
+
+    Raises
+    ------
+    ValueError
+        A mask of another number of axes, or of another number of blocks than indptr ends with.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> mask = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
+    >>> flashinfer.sparse.convert_bsr_mask_layout(mask, torch.tensor([0, 2])).tolist()
+    [1, 2, 5, 6, 3, 4, 7, 8]
+    """
+    require(mask.dim() == 3, "mask", tuple(mask.shape), "[blocks, R, C]")
+    require(indptr.dim() == 1 and indptr.numel() > 0, "indptr", tuple(indptr.shape), "[block rows + 1]")
+    require(int(indptr[-1]) == len(mask), "mask", f"{len(mask)} blocks", f"{int(indptr[-1])}, as indptr has")
+    return block_mask_bits(mask, indptr.to(mask.device))

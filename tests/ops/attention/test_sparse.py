@@ -6,6 +6,7 @@ import torch
 import flashinfer
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_bitwise
 from tests.ops.attention.cases import check, workspace
 from tests.ops.attention.oracle import Extras, Options
 from tests.ops.attention.test_engines import close
@@ -68,6 +69,62 @@ def test_bsr(block, device):
         bits, _ = generate.pack_mask(torch.cat(rows), [1] * 5, [len(row) for row in rows])
         wrapper.plan(indptr, indices, *sizes, packed_mask=bits.to(device), **DTYPES)
         check(wrapper.run(x.q, x.k, x.v, return_lse=True), x, Options(), Extras([seen.flatten().to(device)]))
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_bsr_whose_last_block_row_has_fewer_queries(is_causal, device):
+    chosen = torch.rand(3, 4) < 0.6
+    chosen[2, 1] = True
+    x = one(11, 32, device)
+    full = dense(chosen, [5, 5, 1], [8] * 4)
+    seen = full & causal(11, 32) if is_causal else full
+    extras = Extras([seen.flatten().to(device)])
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    sizes = 11, 32, 5, 8, 4, 2, 64
+    for on_host in (False, True):
+        wrapper.plan(*bsr(chosen, "cpu" if on_host else device), *sizes, causal=is_causal, **DTYPES)
+        check(wrapper.run(x.q, x.k, x.v, return_lse=True), x, Options(), extras)
+    assert (wrapper.M, wrapper.N, wrapper.R, wrapper.C) == (11, 32, 5, 8)
+    for given in (chosen, chosen.expand(2, 3, 4), chosen.expand(4, 3, 4)):
+        wrapper.plan(None, None, *sizes, causal=is_causal, block_mask=given.to(device), **DTYPES)
+        check(wrapper.run(x.q, x.k, x.v, return_lse=True), x, Options(), extras)
+    # Of the last row's blocks, the first row alone is of a query.
+    within = torch.rand(int(chosen.sum()), 5, 8) < 0.6
+    seen = full.clone()
+    for at, (i, j) in enumerate(chosen.nonzero().tolist()):
+        seen[i * 5 : (i + 1) * 5, j * 8 : (j + 1) * 8] = within[at][: 1 if i == 2 else 5]
+    wrapper.plan(*bsr(chosen, device), *sizes, mask=within.to(device), **DTYPES)
+    check(wrapper.run(x.q, x.k, x.v, return_lse=True), x, Options(), Extras([seen.flatten().to(device)]))
+
+
+def test_masks_of_blocks_as_masks_of_block_rows(device):
+    """A caller packs these in bits, one block row from a byte of its own."""
+    chosen = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
+    indptr, indices = bsr(chosen, device)
+    within = torch.rand(5, 3, 4, device=device) < 0.6
+    flat = flashinfer.sparse.convert_bsr_mask_layout(within, indptr)
+    rows = [within[:2].transpose(0, 1).reshape(-1), within[2:].transpose(0, 1).reshape(-1)]
+    assert torch.equal(flat, torch.cat(rows))
+    x = one(9, 12, device)
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    wrapper.plan(indptr, indices, 9, 12, 3, 4, 4, 2, 64, mask=within, **DTYPES)
+    expected = wrapper.run(x.q, x.k, x.v)
+    bits, _ = flashinfer.segment_packbits(flat, indptr * 12, bitorder="little")
+    wrapper.plan(indptr, indices, 9, 12, 3, 4, 4, 2, 64, packed_mask=bits, **DTYPES)
+    assert_bitwise(wrapper.run(x.q, x.k, x.v), expected)
+    for name, args in (
+        ("mask", (within[:4], indptr)), ("mask", (within[0], indptr)), ("indptr", (within, indptr[None])),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            flashinfer.sparse.convert_bsr_mask_layout(*args)
+
+
+def test_query_heads_of_one_kv_head_have_one_map(device):
+    chosen = torch.ones(4, 3, 4, dtype=torch.bool)
+    chosen[1, 0, 0] = False
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    with pytest.raises(ValueError, match="^block_mask: got query heads of one KV head that differ; allowed: the same"):
+        wrapper.plan(None, None, 12, 32, 4, 8, 4, 2, 64, block_mask=chosen.to(device))
 
 
 def test_bsr_outputs_scales_and_forward(device):
@@ -165,7 +222,7 @@ def test_bad_input(device):
     good = dict(indptr=indptr, indices=indices) | sizes
     some = torch.ones(1, device=device)
     for name, change in (
-        ("R", dict(R=5)), ("C", dict(C=5)), ("indptr", dict(M=8)), ("mask", dict(mask=torch.ones(3, 4, 8))),
+        ("R", dict(R=0)), ("C", dict(C=5)), ("indptr", dict(M=8)), ("mask", dict(mask=torch.ones(3, 4, 8))),
         ("block_mask", dict(block_mask=torch.ones(3, 4))), ("pos_encoding_mode", dict(pos_encoding_mode="ALIBI")),
         ("kv_block_lens", dict(kv_block_lens=some)), ("q2k_indices", dict(q2k_indices=some)),
         ("q2k_num", dict(q2k_num=some)), ("kv_splits", dict(kv_splits=2)), ("indices", dict(indices=some)),
