@@ -34,9 +34,16 @@ def _part_names(part: str, tables: bool = False) -> dict[str, str]:
     return dict(q=f"q_{part}", k=cache, v=cache, paged_kv_cache=cache, paged_kv_indices=cache)
 
 
-def _of_part(part: str, function, tables: bool = False):
-    """`function` with errors that name the arguments of one part."""
-    return named(**_part_names(part, tables))(function)
+def _of_part(part: str, function, tables: bool = False, **others: str):
+    """`function` with errors that name the arguments of one part; `others` are names beside those of its tensors."""
+    return named(**_part_names(part, tables) | others)(function)
+
+
+# Arguments of the request that is prefilled, by their names in single_prefill_with_kv_cache.
+_ALONE = dict(scale_q="q_scale") | {name: f"{name}_p" for name in (
+    "q", "k", "v", "custom_mask", "packed_custom_mask", "causal", "kv_layout", "pos_encoding_mode", "sm_scale",
+    "window_left", "rope_scale", "rope_theta", "return_lse",
+)}  # fmt: skip
 
 
 class PODWithPagedKVCacheWrapper(MadeOfWrappers):
@@ -240,13 +247,13 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
             rope_theta=rope_theta_d,
         )  # fmt: skip
         self._decode._change_plan(**self._options | {name: x for name, x in asked.items() if x is not None})
-        prefill = single_prefill_with_kv_cache(
+        prefill = _of_part("p", single_prefill_with_kv_cache, **_ALONE)(
             q_p, k_p, v_p, q_scale_of(q_scale, q_p), custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p,
             causal=causal_p, kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
             window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, return_lse=return_lse_p,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        decode = _of_part("d", self._decode.run)(
+        decode = _of_part("d", self._decode.run, return_lse="return_lse_d")(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d
         )
         return prefill, decode

@@ -11,6 +11,7 @@ from flashinfer._core.arguments import named
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
 from flashinfer._core.literals import Backend, KvLayout, LseBase, PosEncodingMode
 from flashinfer._core.signatures import like, returning_lse
+from flashinfer.ops.attention.agree import as_count
 from flashinfer.ops.attention.operands import is_plain
 from flashinfer.ops.attention.options import plan_options
 from flashinfer.ops.attention.wrapper import AttentionWrapper
@@ -238,7 +239,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
             paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
         )  # fmt: skip
-        self._head_dims = head_dim_qk, head_dim_vo
+        self._head_dims = as_count("head_dim_qk", head_dim_qk), as_count("head_dim_vo", head_dim_vo)
         self._defaults: dict[str, Any] = dict(
             pos_encoding_mode=pos_encoding_mode, q_data_type=as_dtype(q_data_type),
             kv_data_type=as_dtype(kv_data_type), window_left=window_left, head_dim_vo=head_dim_vo,

@@ -135,6 +135,29 @@ def test_pod(layout, device):
             wrapper.run(p.q, k, v, d.q, paged.kv_cache, **common, **{name: mask})
 
 
+@pytest.mark.parametrize(
+    "name, wrong",
+    (("q_p", lambda t: t[0]), ("k_p", lambda t: t.bool()), ("k_p", lambda t: t[..., :32]), ("v_p", lambda t: t[:-1]),
+     ("q_d", lambda t: t.float()), ("paged_kv_cache_d", lambda t: t[..., :32]), ("sm_scale_p", "a"),
+     ("window_left_p", -3), ("pos_encoding_mode_p", "rope"), ("rope_theta_p", -1.0), ("return_lse_p", 2),
+     ("return_lse_d", "no"), ("causal_p", "yes"), ("kv_layout_p", "DHN")),
+)  # fmt: skip
+def test_pod_names_the_argument_of_a_part(name, wrong, device):
+    p, d = batch(device, [17], [33]), batch(device, [1] * 4, [5, 0, 40, 12])
+    paged = generate.paged(d, 8)
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, 4, 2, 64, 8, q_data_type=HALF)
+    given = dict(q_p=p.q, k_p=p.k, v_p=p.v, q_d=d.q, paged_kv_cache_d=paged.kv_cache)
+    with pytest.raises(ValueError, match=rf"^{name}\b.*: got "):
+        wrapper.run(**given | {name: wrong(given[name]) if callable(wrong) else wrong})
+
+
+@pytest.mark.parametrize("name", ("head_dim_qk", "head_dim_vo"))
+def test_a_wrapper_of_sinks_has_whole_head_dims(name, device):
+    with pytest.raises(ValueError, match=f"^{name}: got nan; allowed: an integer"):
+        flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace(device), **{name: float("nan")})
+
+
 @pytest.mark.parametrize("tables", ("host", "device"))
 @pytest.mark.parametrize("rows", ((1, 1, 1, 1), (1, 3, 2, 1)))
 @pytest.mark.parametrize("caches", (1, 2))
