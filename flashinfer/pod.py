@@ -34,9 +34,9 @@ def _part_names(part: str, tables: bool = False) -> dict[str, str]:
     return dict(q=f"q_{part}", k=cache, v=cache, paged_kv_cache=cache, paged_kv_indices=cache)
 
 
-def _of_part(part: str, function, tables: bool = False, **others: str):
+def _of_part(part: str, function, tables: bool = False, others: dict[str, str] | None = None):
     """`function` with errors that name the arguments of one part; `others` are names beside those of its tensors."""
-    return named(**_part_names(part, tables) | others)(function)
+    return named(**_part_names(part, tables) | (others or {}))(function)
 
 
 # Arguments of the request that is prefilled, by their names in single_prefill_with_kv_cache.
@@ -247,13 +247,13 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
             rope_theta=rope_theta_d,
         )  # fmt: skip
         self._decode._change_plan(**self._options | {name: x for name, x in asked.items() if x is not None})
-        prefill = _of_part("p", single_prefill_with_kv_cache, **_ALONE)(
+        prefill = _of_part("p", single_prefill_with_kv_cache, others=_ALONE)(
             q_p, k_p, v_p, q_scale_of(q_scale, q_p), custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p,
             causal=causal_p, kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
             window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, return_lse=return_lse_p,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        decode = _of_part("d", self._decode.run, return_lse="return_lse_d")(
+        decode = _of_part("d", self._decode.run, others=dict(return_lse="return_lse_d"))(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d
         )
         return prefill, decode

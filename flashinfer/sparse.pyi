@@ -31,10 +31,6 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: float | torch.Tensor | None=None, scale_k: float | torch.Tensor | None=None, scale_v: float | torch.Tensor | None=None, pos_encoding_mode: PosEncodingMode='NONE', use_fp16_qk_reduction: bool=False, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None) -> torch.Tensor:
         ...
-    C: Any
-    M: Any
-    N: Any
-    R: Any
     _kv_heads: Any
     _per_head: Any
     _scales: Any

@@ -92,13 +92,14 @@ def _name(node: ast.expr) -> str:
 
 
 def _attributes(node: ast.ClassDef, methods: dict[str, ast.FunctionDef]) -> list[str]:
-    """Names that methods assign on self."""
+    """Names that methods assign on self, but for those that the class declares."""
     assigned = {
         n.attr
         for n in ast.walk(node)
         if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and _name(n.value) == "self"
     }
-    return sorted(assigned - methods.keys())
+    declared = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    return sorted(assigned - methods.keys() - declared)
 
 
 def _signatures(node: ast.FunctionDef) -> list[ast.FunctionDef]:
