@@ -86,13 +86,13 @@ def cudnn_batch_prefill_with_kv_cache(
         round. On a GPU, rows of V, or of the output, are copied unless these are the same tensors as those of k, and of
         q, in the same units: their values are not looked at, since looking waits for the device.
     batch_offsets_stats : int Tensor of batch + 1 elements, optional
-        Given, lse is packed: each request begins there.
+        Where each request begins in a packed lse; in the rows of q without it.
     batch_offsets_units : str
         "elements" (rows times the stride of a row) or "tokens".
     out : Tensor [tokens, num_qo_heads, head_dim_vo], optional
         Rows that no request has are not written.
-    lse : float32 Tensor, optional
-        Written and returned, return_lse or not.
+    lse : float32 Tensor [tokens, num_qo_heads] or [batch, max_token_per_sequence, num_qo_heads], optional
+        Written and returned, return_lse or not. With three axes it is padded, -inf past a request's queries.
     backend : str, optional
         One of upstream's names (see flashinfer/_core/backends.py).
     o_data_type : torch.dtype, optional
@@ -104,8 +104,7 @@ def cudnn_batch_prefill_with_kv_cache(
     -------
     out : Tensor [tokens, num_qo_heads, head_dim_vo]
     lse : float32 Tensor or None
-        With return_lse: [tokens, num_qo_heads] if batch_offsets_stats or an lse of two axes is given, else [batch,
-        max_token_per_sequence, num_qo_heads], -inf past a request's queries.
+        With return_lse: `lse`, or a new one [tokens, num_qo_heads].
 
     Raises
     ------
@@ -122,7 +121,7 @@ def cudnn_batch_prefill_with_kv_cache(
     ...     actual_seq_lens_q=torch.tensor([4, 3]).int(), actual_seq_lens_kv=lens, block_tables=pages, causal=True,
     ...     return_lse=True)
     >>> out.shape, lse.shape
-    (torch.Size([7, 8, 64]), torch.Size([2, 4, 8]))
+    (torch.Size([7, 8, 64]), torch.Size([7, 8]))
     """
     require(q.dim() == 3, "q", tuple(q.shape), "[tokens, num_qo_heads, head_dim]")
     require(batch_offsets_units in ("elements", "tokens"), "batch_offsets_units", repr(batch_offsets_units),
@@ -150,7 +149,7 @@ def cudnn_batch_prefill_with_kv_cache(
     out_row = step(out, "out", batch_offsets_o) if out is not None or tokens else q.shape[1] * v_cache.shape[-1]
     of_q, of_o = row(batch_offsets_q, "q").by(step(q, "q", batch_offsets_q)), row(batch_offsets_o, "o").by(out_row)
     queries = _spans(of_q if of_q.starts is not None else of_o, q, actual_seq_lens_q, batch, most_q, "q")
-    packed = batch_offsets_stats is not None or (lse is not None and lse.dim() == 2)
+    packed = batch_offsets_stats is not None or lse is None or lse.dim() == 2
     if lse is not None:
         fits = lse.dtype == torch.float32 and (not packed or lse.dim() == 2 and lse.shape[1] == q.shape[1])
         require(fits, "lse", f"{lse.dtype} {tuple(lse.shape)}", f"float32 [tokens, {q.shape[1]}], or three axes")

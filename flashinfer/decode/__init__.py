@@ -6,9 +6,10 @@ from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.decode.batch import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from flashinfer.decode.fast_plan import fast_decode_plan
 from flashinfer.decode.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
-from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
+from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla, xqa_mla
 from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
 from flashinfer.page import get_seq_lens
+from flashinfer.xqa import xqa
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -21,5 +22,8 @@ __all__ = [
     "trtllm_batch_decode_sparse_mla_dsv4",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
+    "xqa_mla",
 ]

@@ -51,6 +51,16 @@ def paged_views(paged_kv_cache, kv_layout: str, name: str = "paged_kv_cache") ->
     return k, v
 
 
+def cudnn_views(paged_kv_cache, kv_layout: str, page_size: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_views` of pages as cuDNN takes them: heads, then tokens, whatever `kv_layout` says.
+
+    Pages that can only be NHD are taken as such, where `kv_layout` says so too.
+    """
+    k, v = paged_views(paged_kv_cache, "HND")
+    swapped = tuple(k.shape[1:3]) == (num_kv_heads, page_size) != (page_size, num_kv_heads)
+    return paged_views(paged_kv_cache, "NHD") if kv_layout == "NHD" and swapped else (k, v)
+
+
 def _pages(tensor: torch.Tensor, name: str, kv_layout: str) -> torch.Tensor:
     """K or V as [pages, page_size, kv_heads, head_dim]."""
     require_tensor(name, tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -9,13 +10,14 @@ import torch
 from flashinfer._core.literals import Backend, KvLayout, LseBase, LseLayout, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
-from flashinfer.ops.attention.agree import check_agrees, check_buffers
+from flashinfer.ops.attention.agree import check_agrees, check_buffers, in_rows
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.operands import by_name, is_plain
 from flashinfer.ops.attention.options import check_flag, plan_options
 from flashinfer.ops.attention.tables import MASK_BUFFERS
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of
+from flashinfer.ops.kv_layout import cudnn_views, paged_views
 
 _BUFFERS = dict(
     qo_indptr="qo_indptr_buf", kv_indptr="paged_kv_indptr_buf", kv_indices="paged_kv_indices_buf",
@@ -43,7 +45,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
     mask_indptr_buf : int32 Tensor [max_batch + 1], optional
         The buffers, with use_cuda_graph.
     backend : str
-        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py). With "cudnn", pages are [num_kv_heads,
+        page_size, head_dim] in both layouts, as cuDNN takes them; with "NHD" they may be [page_size, num_kv_heads,
+        head_dim] too, where these two differ.
     jit_args, jit_kwargs, variant_owns_mask : optional
         Upstream's way to a variant: an AttentionVariant, or upstream's list with one for its declaration; CUDA C++ is
         refused. Options that follow from plan() are read over. Whether the variant's mask stands for causal too.
@@ -135,7 +139,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         ----------
         qo_indptr : int Tensor [batch_size + 1]
             Query rows of each request; on the host or the device, as are the next three. The first may be any: offsets
-            count rows of q as run() gets it, and rows before the first are of no request.
+            count rows of q as run() gets it, and rows before the first are of no request. With backend "cudnn" they may
+            count elements, num_qo_heads * head_dim_qk in each row; seq_lens_q (without it seq_lens, or
+            max_token_per_sequence) tells which it is.
         paged_kv_indptr : int Tensor [batch_size + 1]
             Where each request's entries begin in `paged_kv_indices`. It may be a slice of a larger batch's, whose first
             is not 0, beside all of that batch's page ids.
@@ -198,6 +204,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
             sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
             fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
         )  # fmt: skip
+        if self._backend == "cudnn":
+            lens = seq_lens if seq_lens_q is None else seq_lens_q
+            qo_indptr = in_rows(qo_indptr, (num_qo_heads, head_dim_qk), lens, max_token_per_sequence)
+        self._views = self._views_of(page_size, num_kv_heads)
         tables = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         if any_items(*items):
@@ -284,6 +294,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
             fixed_split_size, disable_split_kv, uniform_q_len,
         )  # fmt: skip
         return probe._planned().scratch_bytes, 0
+
+    def _views_of(self, page_size: int, num_kv_heads: int):
+        """What makes views of the cache that run() gets."""
+        if self._backend != "cudnn":
+            return partial(paged_views, kv_layout=self._kv_layout)
+        return partial(cudnn_views, kv_layout=self._kv_layout, page_size=page_size, num_kv_heads=num_kv_heads)
 
     def _probe(self) -> BatchPrefillWithPagedKVCacheWrapper:
         """A wrapper as this one, to plan and throw away."""

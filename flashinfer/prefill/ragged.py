@@ -13,7 +13,7 @@ from flashinfer._core.checks import require
 from flashinfer._core.literals import Backend, KvLayout, LseBase, LseLayout, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import RaggedNames
-from flashinfer.ops.attention.agree import check_agrees, check_buffers
+from flashinfer.ops.attention.agree import check_agrees, check_buffers, in_rows
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.operands import (
     as_slots, by_name, check_number, is_plain, slot_factors, slot_views,
@@ -136,7 +136,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         ----------
         qo_indptr, kv_indptr : int Tensor [batch_size + 1]
             Query rows, and rows of k and v, of each request; on the host or the device. The first may be any: rows
-            before it are of no request.
+            before it are of no request. With backend "cudnn" they may count elements, heads * head_dim in each row:
+            seq_lens_q and seq_lens (or max_token_per_sequence and max_sequence_kv) tell which it is.
         num_qo_heads, num_kv_heads, head_dim_qk : int
             num_qo_heads is a multiple of num_kv_heads.
         head_dim_vo : int, optional
@@ -179,6 +180,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         In CUDA-graph mode they are copied into the wrapper's buffers. A custom_mask is packed into new bits; a
         packed_custom_mask on the wrapper's device is kept by reference, unless a buffer holds it.
         """
+        if self._backend == "cudnn":
+            head_dims = head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo
+            of_q, of_kv = (seq_lens_q, max_token_per_sequence), (seq_lens, max_sequence_kv)
+            qo_indptr, o_indptr = (
+                in_rows(t, (num_qo_heads, dim), *of_q) for t, dim in zip((qo_indptr, o_indptr), head_dims)
+            )
+            kv_indptr, v_indptr = (
+                in_rows(t, (num_kv_heads, dim), *of_kv) for t, dim in zip((kv_indptr, v_indptr), head_dims)
+            )
         for name, given, same in (("v_indptr", v_indptr, kv_indptr), ("o_indptr", o_indptr, qo_indptr)):
             is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
             if given is not None and not is_same:

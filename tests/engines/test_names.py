@@ -45,6 +45,13 @@ def test_the_table_is_read():
     assert ("flashinfer:rmsnorm", 3, ["out"]) in list(entries(calls.MINI_SGLANG))
 
 
+@pytest.mark.parametrize("name", ("xqa.xqa", "xqa.xqa_mla", "mla.xqa_batch_decode_with_kv_cache_mla",
+                                  "mla.trtllm_batch_decode_with_kv_cache_mla"))  # fmt: skip
+def test_decode_has_the_names_of_rooms_that_split_from_it(name):
+    module, name = name.split(".")
+    assert resolve(f"flashinfer.decode:{name}") is resolve(f"flashinfer.{module}:{name}")
+
+
 def test_sglang_quietens_the_log():
     from flashinfer.jit.core import logger
 

@@ -60,6 +60,36 @@ def check_buffers(device: torch.device, names: dict[str, str], **buffers: torch.
     return table
 
 
+def in_rows(indptr, row: tuple, lens, most: int | None):
+    """`indptr` in rows, where it may count elements, as cuDNN's ragged offsets do.
+
+    The lengths of requests tell which it is, or the bound on them where there are none; without either, it is rows.
+    Nothing waits for the device.
+
+    Parameters
+    ----------
+    indptr : Tensor [batch + 1]
+    row : (int, int)
+        Heads and head_dim, whose product is the elements of a row.
+    lens : Tensor of batch elements, optional
+    most : int, optional
+    """
+    offsets = isinstance(indptr, torch.Tensor) and indptr.dtype in _INTEGERS and indptr.dim() == 1
+    if not offsets or not all(type(x) is int and x > 0 for x in row):
+        return indptr
+    steps, elements = indptr.diff(), row[0] * row[1]
+    if isinstance(lens, torch.Tensor) and lens.numel() == steps.numel():
+        if lens.is_cuda and not indptr.is_cuda:
+            indptr, steps = indptr.to(lens.device), steps.to(lens.device)
+        lens = lens.reshape(-1).to(indptr.device, torch.int64, non_blocking=True)
+        counts_elements = (steps == lens * elements).all() & (steps != lens).any()
+    elif type(most) is int:
+        counts_elements = (steps > most).any() & (indptr % elements == 0).all()
+    else:
+        return indptr
+    return torch.where(counts_elements, torch.div(indptr, elements, rounding_mode="floor"), indptr)
+
+
 def as_count(name: str, value) -> int:
     """An integer of any kind, one in a tensor too, as Python's."""
     value = number(name, value)

@@ -331,18 +331,20 @@ def test_cudnn_prefill(units, source, device):
         x.q, k, v, 0.125, SCRATCH, return_lse=True, batch_offsets_stats=by(x.qo_indptr, 4, 1), **common, **offsets
     )
     check(got, x, o)
-    # Without offsets, requests follow one another; without those of the statistics, the LSE is padded.
+    # Without offsets, requests follow one another. An LSE of three axes is padded, a new one is packed.
     for name in ("batch_offsets_q", "batch_offsets_k", "batch_offsets_v"):
         offsets.pop(name, None)
     scales = dict(q_scale=torch.tensor([0.5], device=device), v_scale=torch.tensor([2.0], device=device))
+    padded = torch.full((6, 33, 4), 777.0, device=device)
     out, lse = cudnn_batch_prefill_with_kv_cache(
-        x.q, k, v, 0.25, SCRATCH, return_lse=True, lse_base="ln", **common, **offsets, **scales
+        x.q, k, v, 0.25, SCRATCH, return_lse=True, lse_base="ln", lse=padded, **common, **offsets, **scales
     )
-    assert lse.shape == (6, 33, 4)
+    assert lse is padded
     number = torch.arange(33, device=device)
     there = number < lens(qo, device)[:, None]
     assert (lse[~there] == -float("inf")).all()
     check((out / 2, lse[there] / math.log(2)), x, o)
+    check(cudnn_batch_prefill_with_kv_cache(x.q, k, v, 0.125, SCRATCH, return_lse=True, **common, **offsets), x, o)
     _, none = cudnn_batch_prefill_with_kv_cache(x.q, k, v, 0.125, SCRATCH, return_lse=False, **common, **offsets)
     assert none is None
 
