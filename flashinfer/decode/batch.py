@@ -30,6 +30,8 @@ _BUFFERS = dict(
     kv_indptr="paged_kv_indptr_buffer", kv_indices="paged_kv_indices_buffer",
     last_page_len="paged_kv_last_page_len_buffer",
 )  # fmt: skip
+# Backends of upstream that take any number of queries of a request, whatever was planned.
+_ANY_Q_LEN = "trtllm-gen", "cute-dsl"
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
@@ -184,6 +186,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         causal = q_len_per_req > 1
         if window_right or is_causal is not None:
             causal = _is_causal(window_right, is_causal, q_len_per_req)
+        self._drafts_causal = not window_right and is_causal is not False
         if data_type is not None:
             q_data_type, kv_data_type = both_dtypes(q_data_type, kv_data_type, data_type)
         asked = plan_options(
@@ -312,7 +315,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         sinks : float Tensor [num_qo_heads], optional
             A logit per head that takes part in the softmax without a value.
         q_len_per_req : int, optional
-            The planned one, or 1.
+            The planned one, or 1. With backend "trtllm-gen" or "cute-dsl", q may have another number of queries of each
+            request than was planned, outside CUDA graphs: the batch is then planned for it.
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         kv_block_scales, kv_cache_sf : (Tensor, Tensor) or Tensor, optional
@@ -349,6 +353,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         if args:
             scales = q_scale, k_scale, v_scale
             params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
+        if self._backend in _ANY_Q_LEN:
+            self._plan_for(q, self._drafts_causal)
         if q_len_per_req is not None and q_len_per_req != 1:
             planned = self._planned().table.each_q
             require(q_len_per_req == planned, "q_len_per_req", q_len_per_req, f"{planned}, as planned")

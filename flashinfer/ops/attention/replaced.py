@@ -98,6 +98,19 @@ class ReplaceableWrapper(AttentionWrapper):
             kernels, limits = self._captured(kernels, q_len, limits)
         self._take_up(kernels, table, limits, stream)
 
+    def _plan_for(self, q, causal: bool) -> None:
+        """Plan again where `q` has another number of queries of each request than was planned.
+
+        `causal` says what several queries of a request are among themselves.
+        """
+        base, rows = self._planned(), len(q) if isinstance(q, torch.Tensor) and q.dim() else 0
+        requests, was = base.table.batch_size, base.table.each_q
+        if not rows or not requests or rows % requests or rows == requests * was or torch.compiler.is_compiling():
+            return
+        q_len, shown = rows // requests, self._shown
+        tables = None, shown.kv_indptr, shown.last_page_len, shown.kv_indices
+        self._plan(base.options.changed(causal=causal and q_len > 1), tables, q_len=q_len)
+
     def _as_table(self, name: str, table: torch.Tensor | None) -> torch.Tensor | None:
         """A table as an engine has put it, on the compute device, int32 (a mask: uint8) and contiguous."""
         if table is None:
