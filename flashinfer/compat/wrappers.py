@@ -43,6 +43,16 @@ class _OptionName:
         wrapper._replace_option(self._name, value)
 
 
+class _PlannedName:
+    """What a wrapper was planned with, for engines that read it. One that is set is the engine's own from then on."""
+
+    def __init__(self, value):
+        self._value = value
+
+    def __get__(self, wrapper, owner=None):
+        return self if wrapper is None else self._value(wrapper)
+
+
 class PlannedNames(ReplaceableWrapper):
     """Names on every wrapper.
 
@@ -54,6 +64,15 @@ class PlannedNames(ReplaceableWrapper):
     _causal = _OptionName("causal")
     _sm_scale = _OptionName("sm_scale")
     _qo_indptr_buf = _TableName("qo_indptr")
+    # Engines hand it from plan to run; nothing here reads it.
+    _plan_info = None
+    _jit_module = _PlannedName(lambda wrapper: wrapper._variant)
+    _batch_size = _PlannedName(lambda wrapper: wrapper._base.table.batch_size)
+    _num_qo_heads = _PlannedName(lambda wrapper: wrapper._base.options.num_qo_heads)
+    _num_kv_heads = _PlannedName(lambda wrapper: wrapper._base.options.num_kv_heads)
+    _cached_q_data_type = _PlannedName(lambda wrapper: wrapper._base.options.q_dtype)
+    _cached_kv_data_type = _PlannedName(lambda wrapper: wrapper._base.options.kv_dtype)
+    _cached_o_data_type = _PlannedName(lambda wrapper: wrapper._base.options.o_dtype)
 
     @property
     def _cached_module(self) -> CachedModule | None:
@@ -74,8 +93,6 @@ class _MaskedNames(PlannedNames):
     _logits_soft_cap = _OptionName("logits_soft_cap", 0.0)
     _custom_mask_buf = _TableName("mask")
     _mask_indptr_buf = _TableName("mask_indptr")
-    # Engines hand it from plan to run; nothing here reads it.
-    _plan_info = None
     # Engines read and set it; bounds of a captured graph are those of the first plan here.
     _max_total_num_rows: int | None = None
 

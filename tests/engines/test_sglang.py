@@ -290,6 +290,20 @@ def test_options_that_are_set(device):
     check(wrapper.run_return_lse(x.q, pool.pair), x, Options(causal=True))
 
 
+def test_what_was_planned_has_upstreams_names(device):
+    pool = Pool(device, 2)
+    x, paged = pool.step([3, 3], [20, 9])
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(pool.workspace)
+    names = "_batch_size", "_num_qo_heads", "_num_kv_heads", "_cached_q_data_type", "_cached_o_data_type"
+    assert not any(hasattr(wrapper, name) for name in names) and wrapper._jit_module is None
+    begin_prefill(wrapper, x, paged)
+    assert [getattr(wrapper, name) for name in names] == [2, *HEADS, HALF, HALF]
+    assert wrapper._cached_kv_data_type == HALF
+    # Engines that plan by themselves set them, and _plan_info.
+    wrapper._batch_size, wrapper._cached_q_data_type, wrapper._plan_info = 2, HALF, ()
+    check(wrapper.run_return_lse(x.q, pool.pair), x, Options())
+
+
 def test_a_graph_cannot_follow_options_that_are_set():
     pool = Pool(torch.device("cpu"), 2)
     wrapper = prefill_wrapper(pool, "reference")

@@ -2,6 +2,7 @@
 several queries, nvfp4 keys that are not paged."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,3 +187,24 @@ def test_workspace_size_of_a_wrapper_with_sinks():
     wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace("cpu"), head_dim_qk=DIM, head_dim_vo=DIM)
     one = torch.tensor([0, 1])
     assert wrapper.workspace_size(one, one, torch.zeros(1, dtype=torch.int32), one[1:], *HEADS, DIM, PAGE) == (0, 0)
+
+
+@pytest.mark.parametrize("backend", ("trtllm-gen", "cute-dsl"))
+def test_queries_of_a_request_that_only_run_knows(backend, device):
+    """Backends of upstream that take any number; the last plan's tables stay, and so does what it said of later keys."""
+    page, kv = PAGE, [9, 1, 6]
+    batches = {n: generate.ragged_batch([n] * 3, kv, *HEADS, DIM, dtype=torch.float16, device=device) for n in (1, 3)}
+    made = generate.paged(batches[1], page)
+    for later, given in ((False, {}), (True, dict(is_causal=False))):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend)
+        tables = [made.indptr.clone(), made.indices.clone(), made.last_page_len.clone()]
+        wrapper.plan(*tables, *HEADS, DIM, page, q_len_per_req=3 if later else 1, **given)
+        tables[0].fill_(99), tables[2].fill_(99)
+        for n in (3, 1, 3):
+            x = replace(batches[1], q=batches[n].q, qo_indptr=batches[n].qo_indptr)
+            result = wrapper.run(x.q, made.kv_cache, return_lse=True, q_len_per_req=n)
+            check(result, x, Options(causal=not later))
+    other = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    other.plan(made.indptr, made.indices, made.last_page_len, *HEADS, DIM, page)
+    with pytest.raises(ValueError, match="^q: got "):
+        other.run(batches[3].q, made.kv_cache)
