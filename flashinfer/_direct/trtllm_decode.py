@@ -88,7 +88,7 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale : float or float32 Tensor [1]
         Factor of q . k: 1 / sqrt(head_dim) and the scales of q and k, fused.
     bmm2_scale : float or float32 Tensor [1]
-        Factor of the output: the scale of v.
+        Factor of the output: the scale of v, and the reciprocal of that of the output, fused.
     window_left : int
         A query sees itself and this many keys before it; -1 for all.
     out : Tensor [tokens, num_qo_heads, head_dim], optional
@@ -111,7 +111,7 @@ def trtllm_batch_decode_with_kv_cache(
     q_len_per_req : int, optional
         Queries of every request, causal among themselves; None for tokens / batch. Not read with cum_seq_lens_q.
     o_scale : float, optional
-        The output is divided by it.
+        The scale of an FP8 output. bmm2_scale has its reciprocal already, so that it changes no result.
     mask : Tensor [batch, q_len_per_req, width] or [tokens, width], optional
         What each draft token sees of its request's draft, the request's last keys: bool, or packed bits (low bit first)
         as uint8, uint16 or uint32. All keys before the draft are seen. It stands in the place of the causal mask.

@@ -97,7 +97,7 @@ def scales_of(bmm1_scale, bmm2_scale, *, o_scale=None, bmm1_scale_log2=None) -> 
     bmm2_scale : float or float32 Tensor [1]
         Factor of the output.
     o_scale : float, optional
-        The output is divided by it.
+        The scale of a quantised output. Its reciprocal is part of bmm2_scale.
     bmm1_scale_log2 : float32 Tensor [1], optional
         bmm1_scale times log2(e), in its place.
     """
@@ -107,9 +107,7 @@ def scales_of(bmm1_scale, bmm2_scale, *, o_scale=None, bmm1_scale_log2=None) -> 
     for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
         if isinstance(scale, torch.Tensor):
             require(scale.numel() == 1, name, tuple(scale.shape), "a float, or a tensor of one element")
-    if o_scale is not None and o_scale != 1.0:
-        require(o_scale > 0, "o_scale", o_scale, "a positive number")
-        bmm2_scale = bmm2_scale / o_scale
+    require(o_scale is None or o_scale > 0, "o_scale", o_scale, "a positive number")
     return dict(q_scale=bmm1_scale, v_scale=bmm2_scale)
 
 
