@@ -10,11 +10,11 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import renamed, require
 from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from flashinfer.ops.attention.copies import MadeOfWrappers
 from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.joined import PREFILL_NAMES, check_offsets, from_zero, joined_offsets, same_cache
 from flashinfer.ops.attention.options import both_dtypes, check_flag
 from flashinfer.ops.attention.variants import AttentionVariant
-from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.prefill.single import single_prefill_with_kv_cache
 

@@ -311,7 +311,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         enable_pdl : bool, optional
             Programmatic dependent launch: no effect on results.
         window_left : int, optional
-            Narrows the planned window.
+            Narrows the planned window; with backend "trtllm-gen" it stands in its place.
         sinks : float Tensor [num_qo_heads], optional
             A logit per head that takes part in the softmax without a value.
         q_len_per_req : int, optional

@@ -18,7 +18,8 @@ from types import FunctionType
 import torch
 
 from flashinfer.core.kv_cache import PagedKVCache
-from flashinfer.ops.attention.wrapper import AttentionWrapper, MadeOfWrappers
+from flashinfer.ops.attention.copies import MadeOfWrappers
+from flashinfer.ops.attention.wrapper import AttentionWrapper
 from flashinfer.testing import fuzz, hostile
 from tests import rooms
 from tests.api.check_surface import SURFACE, resolve

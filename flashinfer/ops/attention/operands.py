@@ -263,6 +263,11 @@ def check_window(window_left) -> None:
     require(window_left is None or isinstance(window_left, Integral), "window_left", repr(window_left), "an integer")
 
 
+def is_wider(window_left, planned: int) -> bool:
+    """Whether a window of a call shows more keys than the planned one."""
+    return type(window_left) is int and 0 <= planned and (window_left == -1 or window_left > planned)
+
+
 def _per_head(plan, name: str, value: torch.Tensor) -> torch.Tensor:
     """A scale tensor as one float32 per query head; per-KV-head scales are repeated over their group."""
     heads, kv_heads = plan.options.num_qo_heads, plan.options.num_kv_heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from flashinfer.ops.attention.host_tables import (
 )  # fmt: skip
 from flashinfer.ops.attention.kernels import Kernels, check_captured, kernels_of, means
 from flashinfer.ops.attention.masks import custom_mask_table
-from flashinfer.ops.attention.operands import check_number, check_window, with_lse
+from flashinfer.ops.attention.operands import check_number, check_window, is_wider, with_lse
 from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
@@ -413,6 +412,20 @@ class AttentionWrapper:
             check_window(window_left)
             self._views(kv)
             raise
+        except ValueError:
+            if self._backend != "trtllm-gen" or not is_wider(window_left, self._planned().options.window_left):
+                raise
+            call = q, kv, out, lse, return_lse, q_scale, k_scale, v_scale
+            return self._under_window(window_left, *call, **others)
+
+    def _under_window(self, window_left: int, *call, **others):
+        """`_run` under a window that is wider than the planned one, which the next run has again."""
+        planned = self._planned().options.window_left
+        self._change_plan(window_left=window_left)
+        try:
+            return self._run(*call, **others)
+        finally:
+            self._change_plan(window_left=planned)
 
     def _run_with_lse(self, lse_base: str, lse_layout: str, q: torch.Tensor, kv, out, lse, return_lse, *scales,
                       **others) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -475,18 +488,3 @@ def device_of(float_workspace_buffer: torch.Tensor) -> torch.device:
 def ragged_pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`ragged_views` of a pair."""
     return ragged_views(*kv, kv_layout)
-
-
-class MadeOfWrappers:
-    """A class whose attributes are wrappers, or lists of them: a copy has copies of those."""
-
-    def __copy__(self):
-        new = object.__new__(type(self))
-        new.__dict__.update({name: _copied(value) for name, value in self.__dict__.items()})
-        return new
-
-
-def _copied(value):
-    if isinstance(value, list):
-        return [_copied(x) for x in value]
-    return copy(value) if isinstance(value, AttentionWrapper) else value

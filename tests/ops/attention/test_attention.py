@@ -341,6 +341,22 @@ def test_run_narrows_the_planned_window(device):
             run_decode(x, Options(window_left=5), backend, run=dict(window_left=20))
 
 
+def test_run_widens_the_window_of_trtllm_gen(device):
+    """For one call, whatever its window; the next has the planned one."""
+    x = batch(device, qo=(3, 2), kv=(30, 4))
+    made = generate.paged(x, 4)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend="trtllm-gen")
+    planned = Options(causal=True, window_left=5)
+    wrapper.plan(x.qo_indptr, made.indptr, made.indices, made.last_page_len, 4, 2, 64, 4, q_data_type=x.q.dtype,
+                 **planned.as_kwargs())  # fmt: skip
+    for window in (20, -1, 2):
+        result = wrapper.run(x.q, made.kv_cache, window_left=window, return_lse=True)
+        check(result, x, Options(causal=True, window_left=window))
+        check(wrapper.run(x.q, made.kv_cache, return_lse=True), x, planned)
+    with pytest.raises(ValueError, match="^window_left: got -2"):
+        wrapper.run(x.q, made.kv_cache, window_left=-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("name", OPTIONS)
