@@ -155,7 +155,8 @@ def dsa_sparse_attention_varlen(
 
     Parameters
     ----------
-    q_latent, q_rope, kv_latent, k_rope, topk_length, softmax_scale, return_lse, key_passes, backend, dkv_acc,
+    q_latent, q_rope, kv_latent, k_rope, topk_length, softmax_scale, return_lse, key_passes
+        As there.
     gather_kv_indices : int32 Tensor [queries, topk]
         Keys within the query's document; negative ones and those past its end are none.
     cu_seqlens_q, cu_seqlens_k : int32 Tensor [documents + 1]
@@ -164,7 +165,7 @@ def dsa_sparse_attention_varlen(
         Bounds that change no result.
     causal : bool
         Leave out keys after the query, where the last query of a document stands at its last key.
-    dkv_dst_map
+    backend, dkv_acc, dkv_dst_map
         As there.
 
     Returns

@@ -69,8 +69,10 @@ def trtllm_batch_context_with_kv_cache(
     ----------
     query : Tensor [tokens, num_qo_heads, head_dim]
         bf16, fp16 or fp8.
-    kv_cache, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size,
-    workspace_buffer, enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, use_fp16_softmax
+    kv_cache, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size
+        As in `trtllm_batch_decode_with_kv_cache`.
+    workspace_buffer, enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer
+    use_fp16_softmax, uses_spcompress
         Scratch and permissions that change no result.
     max_q_len : int
         The most queries of a request: tiles are chosen by it.
@@ -86,8 +88,6 @@ def trtllm_batch_context_with_kv_cache(
         As in `trtllm_batch_decode_with_kv_cache`.
     causal : bool
         A query sees keys at its position and before; its request's last query stands at the last key.
-    uses_spcompress : bool, optional
-        Refused.
     backend : str
         One of upstream's names (see flashinfer/_core/backends.py); "trtllm-gen" admits every variant.
 
@@ -114,7 +114,6 @@ def trtllm_batch_context_with_kv_cache(
     ...     q, kv, scratch, pages, lens, 4, 20, 0.125, 1.0, 2, of_q, of_k).shape
     torch.Size([7, 8, 64])
     """
-    refuse("uses_spcompress", uses_spcompress, "None or False")
     check_layout(kv_layout)
     require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
     batch, device = whole("batch_size", batch_size, 0), query.device
@@ -181,7 +180,6 @@ def trtllm_ragged_attention_deepseek(
     key : Tensor [kv_tokens, num_kv_heads, head_dim_qk]
     value : Tensor [kv_tokens, num_kv_heads, head_dim_vo]
         query's dtype, or fp8.
-    workspace_buffer, max_kv_len, enable_pdl, skip_softmax_threshold_scale_factor, q_seq_lens_cpu, kv_seq_lens_cpu,
     seq_lens : int32 Tensor [batch]
         Keys of each request.
     max_q_len : int
@@ -213,10 +211,9 @@ def trtllm_ragged_attention_deepseek(
         Tokens that share a scale, of each; 0 for v's scales of channels.
     backend : str
         One of upstream's names (see flashinfer/_core/backends.py); "trtllm-gen" admits every variant.
-    use_fp16_softmax, skip_all_rows_active_check
+    workspace_buffer, max_kv_len, enable_pdl, q_seq_lens_cpu, kv_seq_lens_cpu
+    skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, skip_all_rows_active_check
         Scratch, bounds, permissions and copies that change no result. Requests without keys are always allowed.
-    uses_spcompress : bool, optional
-        Refused.
 
     Returns
     -------
@@ -241,7 +238,6 @@ def trtllm_ragged_attention_deepseek(
     ...     q, k, v, scratch, lens, 4, 20, 0.125, 1.0, 1.0, 2, -1, of_q, of_k, False, True, False).shape
     torch.Size([7, 8, 32])
     """
-    refuse("uses_spcompress", uses_spcompress, "None or False")
     for name, x in (("query", query), ("key", key), ("value", value)):
         require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")
     device, batch = query.device, whole("batch_size", batch_size, 0)

@@ -46,6 +46,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
     def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], pos_encoding_mode: PosEncodingMode='NONE', q_scale: float | None=None, k_scale: float | None=None, v_scale: float | None=None, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None) -> tuple[torch.Tensor, torch.Tensor]:
         ...
+    _drafts_causal: Any
     _use_tensor_cores: Any
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
 

@@ -100,7 +100,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Factor of the output: the scale of the latents.
     sinks : float32 Tensor [num_heads], optional
         A logit per head that takes part in the softmax without a value.
-    skip_softmax_threshold_scale_factor, use_fp16_softmax, enable_pdl, is_var_seq, cute_dsl_impl,
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     uses_shared_paged_kv_idx : bool
@@ -115,6 +114,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         First token of each request, for requests of different numbers of queries.
     max_q_len : int, optional
         The most queries of a request, with cum_seq_lens_q; tiles are chosen by it.
+    skip_softmax_threshold_scale_factor, use_fp16_softmax, enable_pdl, is_var_seq, cute_dsl_impl
     multi_ctas_kv_counter_buffer
         Permissions and hints that change no result: the softmax is exact, in float32.
     sparse_mla_top_k_lens : int32 Tensor [tokens], optional

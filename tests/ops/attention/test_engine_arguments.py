@@ -320,6 +320,21 @@ def test_cudnn_takes_either_of_two_offsets(device):
         close(out, x, Options(causal=True))
 
 
+def test_permissions_change_no_result(device):
+    x = batch([3, 0, 4], device, [5, 2, 9])
+    given = dict(use_fp16_softmax=True, uses_spcompress=True, skip_softmax_threshold_scale_factor=1000.0)
+    out = trtllm_ragged_attention_deepseek(
+        x.q, x.k, x.v, SCRATCH, lens([5, 2, 9], device), 4, 9, 0.125, 1.0, 1.0, 3, -1, x.qo_indptr, x.kv_indptr, False,
+        True, False, **given,
+    )  # fmt: skip
+    close(out, x, Options(causal=True))
+    cache, tables, seq_lens = paged(x, [5, 2, 9])
+    out = trtllm_batch_context_with_kv_cache(
+        x.q, cache, SCRATCH, tables, seq_lens, 4, 9, 0.125, 1.0, 3, x.qo_indptr, x.kv_indptr, **given
+    )
+    close(out, x, Options(causal=True))
+
+
 def test_xqa_as_engines_call_it(device):
     x = batch([1] * 6, device)
     cache, tables, seq_lens = paged(x, layout="NHD")

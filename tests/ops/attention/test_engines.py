@@ -447,7 +447,6 @@ def refusals(x, cache, tables, seq_lens):
     yield "sage_attn_sfs", sage(of_v=torch.ones(2, 64, device=x.q.device), v=codes[2])
     yield from (("num_elts_per_sage_attn_blk", sage(sizes=wrong)) for wrong in (("1", 16, 0, 0), (1, 16.5, 0, 0)))
     yield "key", sage(k=x.k.to(torch.float8_e4m3fn))
-    yield "uses_spcompress", ragged(uses_spcompress=True)
     fmha = lambda layout="SEPARATE_Q_K_V", qkv=(x.q, x.k, x.v), **kwargs: lambda: trtllm_fmha_v2_prefill(
         qkv, layout, SCRATCH, seq_lens, 1, 64, 1.0, 1.0, 6, x.qo_indptr, x.kv_indptr, **kwargs
     )
