@@ -191,7 +191,7 @@ def test_workspace_size_of_a_wrapper_with_sinks():
 
 @pytest.mark.parametrize("backend", ("trtllm-gen", "cute-dsl"))
 def test_queries_of_a_request_that_only_run_knows(backend, device):
-    """Backends of upstream that take any number; the last plan's tables stay, and so does what it said of later keys."""
+    """Backends of upstream that take any number. The tables of the last plan stay, and what it said of later keys."""
     page, kv = PAGE, [9, 1, 6]
     batches = {n: generate.ragged_batch([n] * 3, kv, *HEADS, DIM, dtype=torch.float16, device=device) for n in (1, 3)}
     made = generate.paged(batches[1], page)
