@@ -140,7 +140,8 @@ def msa_sparse_decode_attention(
     Parameters
     ----------
     q : Tensor [batch * seqlen_q, num_qo_heads, head_dim]
-    k, v, q2k_indices, page_table, seqused_k, cu_seqlens_k, causal, softmax_scale, return_softmax_lse, k_scale, v_scale,
+    k, v, q2k_indices, page_table, seqused_k, cu_seqlens_k, causal, softmax_scale, return_softmax_lse, k_scale, v_scale
+        As there.
     seqlen_q : int
         Queries of each request.
     k_global_scale, v_global_scale, q_offset

@@ -140,8 +140,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         qo_indptr : int Tensor [batch_size + 1]
             Query rows of each request; on the host or the device, as are the next three. The first may be any: offsets
             count rows of q as run() gets it, and rows before the first are of no request. With backend "cudnn" they may
-            count elements, num_qo_heads * head_dim_qk in each row; seq_lens_q (without it seq_lens, or
-            max_token_per_sequence) tells which it is.
+            count elements, num_qo_heads * head_dim_qk in each row; seq_lens_q (without it
+            max_token_per_sequence, or seq_lens) tells which it is.
         paged_kv_indptr : int Tensor [batch_size + 1]
             Where each request's entries begin in `paged_kv_indices`. It may be a slice of a larger batch's, whose first
             is not 0, beside all of that batch's page ids.
@@ -205,7 +205,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
             fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
         )  # fmt: skip
         if self._backend == "cudnn":
-            lens = seq_lens if seq_lens_q is None else seq_lens_q
+            lens = seq_lens if seq_lens_q is None and max_token_per_sequence is None else seq_lens_q
             qo_indptr = in_rows(qo_indptr, (num_qo_heads, head_dim_qk), lens, max_token_per_sequence)
         self._views = self._views_of(page_size, num_kv_heads)
         tables = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import renamed, require, require_tensor
 from flashinfer._core.literals import Backend, KvLayout, LseBase, LseLayout, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import RaggedNames
@@ -190,9 +190,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
                 in_rows(t, (num_kv_heads, dim), *of_kv) for t, dim in zip((kv_indptr, v_indptr), head_dims)
             )
         for name, given, same in (("v_indptr", v_indptr, kv_indptr), ("o_indptr", o_indptr, qo_indptr)):
-            is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
+            require_tensor(name, given, optional=True)
+            is_same = given is None or given is same
             if given is not None and not is_same:
-                is_same = torch.equal(given.to(same.device, same.dtype), same)
+                require_tensor("kv_indptr" if name == "v_indptr" else "qo_indptr", same)
+                is_same = given.data_ptr() == same.data_ptr() or torch.equal(given.to(same.device, same.dtype), same)
             require(is_same, name, "other offsets", "None, or the same offsets as of k (v_indptr) and q (o_indptr)")
         check_flag("use_fp16_qk_reduction", use_fp16_qk_reduction)
         check_flag("non_blocking", non_blocking)
@@ -291,9 +293,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         given = dict(params=params)
         if kv_cache_sf is not None:
             given.update(slot_factors(kv_cache_sf, self._kv_layout))
-        if is_plain(lse_base, lse_layout):
-            return self._run(*call, **given)
-        return self._run_with_lse(lse_base, lse_layout, *call, **given)
+        try:
+            if is_plain(lse_base, lse_layout):
+                return self._run(*call, **given)
+            return self._run_with_lse(lse_base, lse_layout, *call, **given)
+        except ValueError as error:
+            raise renamed(error, dict(kv_block_scales="kv_cache_sf")) from None
 
     run_return_lse = returning_lse(run)
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._core.literals import Backend, KvLayout, PosEncodingMode
 from flashinfer.ops.attention.single import run_single
@@ -14,6 +14,7 @@ from flashinfer.ops.attention.variants import AttentionVariant, as_module
 
 
 @checked
+@named(kv_block_scales="kv_cache_sf")
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -10,6 +10,7 @@ from flashinfer._core.checks import number, require, require_tensor
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR, Table, graph_buffers
 
 _INTEGERS = (torch.int32, torch.int64)
+_INT32 = torch.iinfo(torch.int32).max
 
 
 def check_agrees(tables: tuple, names: tuple, page_size: int, *, seq_lens=None, seq_lens_q=None, block_tables=None,
@@ -74,11 +75,13 @@ def in_rows(indptr, row: tuple, lens, most: int | None):
     lens : Tensor of batch elements, optional
     most : int, optional
     """
-    offsets = isinstance(indptr, torch.Tensor) and indptr.dtype in _INTEGERS and indptr.dim() == 1
+    offsets = _has_integers(indptr) and indptr.dtype in _INTEGERS and indptr.dim() == 1
     if not offsets or not all(type(x) is int and x > 0 for x in row):
         return indptr
     steps, elements = indptr.diff(), row[0] * row[1]
-    if isinstance(lens, torch.Tensor) and lens.numel() == steps.numel():
+    if elements > _INT32:
+        return indptr
+    if _has_integers(lens) and lens.numel() == steps.numel():
         if lens.is_cuda and not indptr.is_cuda:
             indptr, steps = indptr.to(lens.device), steps.to(lens.device)
         lens = lens.reshape(-1).to(indptr.device, torch.int64, non_blocking=True)
@@ -99,6 +102,12 @@ def as_count(name: str, value) -> int:
 
 def _bound(name: str, value) -> int | None:
     return value if value is None or type(value) is int else as_count(name, value)
+
+
+def _has_integers(table) -> bool:
+    """Whether it is a tensor of integers whose values can be had; the plan refuses any other by name."""
+    known = isinstance(table, torch.Tensor) and table.device.type in ("cpu", "cuda")
+    return known and not table.is_floating_point() and not table.is_complex() and table.dtype != torch.bool
 
 
 def _on_host(table) -> bool:
@@ -124,14 +133,17 @@ def _check_lens(name: str, stated, lens: torch.Tensor | None, of: str) -> None:
 
 def _check_blocks(block_tables, tables: tuple, pages: torch.Tensor, names: tuple) -> None:
     """Compare the rows of a rectangular block table with the ids that the plan has."""
-    require(isinstance(block_tables, torch.Tensor) and block_tables.dim() == 2, "block_tables",
-            tuple(getattr(block_tables, "shape", ())), "[batch, max_pages]")  # fmt: skip
+    require_tensor("block_tables", block_tables)
+    require(block_tables.dim() == 2, "block_tables", tuple(block_tables.shape), "[batch, max_pages]")
+    require(_has_integers(block_tables), "block_tables", block_tables.dtype, "int32 or int64")
     shape, batch = tuple(block_tables.shape), pages.numel()
     longest = int(pages.max()) if batch else 0
     fits = shape[0] == batch and shape[1] >= longest
     require(fits, "block_tables", shape, f"[{batch}, at least {longest}], as {names[KV_INDPTR]} has it")
     indices, indptr = tables[KV_INDICES], tables[KV_INDPTR]
-    if not (_on_host(indices) and _on_host(block_tables)) or int(indptr[-1]) > indices.shape[0]:
+    if not (_on_host(indices) and _on_host(block_tables)) or indices.dim() != 1:
+        return
+    if int(indptr[-1]) > indices.shape[0]:
         return
     used = torch.arange(shape[1], dtype=torch.int64, device="cpu") < pages[:, None]
     same = torch.equal(block_tables[used].long(), indices[int(indptr[0]) : int(indptr[-1])].long())

@@ -271,6 +271,7 @@ def is_wider(window_left, planned: int) -> bool:
 def _per_head(plan, name: str, value: torch.Tensor) -> torch.Tensor:
     """A scale tensor as one float32 per query head; per-KV-head scales are repeated over their group."""
     heads, kv_heads = plan.options.num_qo_heads, plan.options.num_kv_heads
+    require_tensor(name, value)
     value = value.to(plan.device, torch.float32, non_blocking=True).flatten()
     if value.shape[0] == 1:
         return value.expand(heads)

@@ -283,3 +283,36 @@ def test_ragged_v_and_o_offsets_must_be_those_of_k_and_q(x, device):
     for name in ("v_indptr", "o_indptr"):
         with pytest.raises(ValueError, match=name):
             wrapper.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64, **{name: x.qo_indptr + 1})
+
+
+def test_tables_and_factors_of_another_kind(device):
+    x = generate.ragged_batch([3, 2], [5, 9], 4, 2, 64, dtype=torch.float16, device=device)
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    for name, given in (("v_indptr", "offsets"), ("v_indptr", x.kv_indptr.to("meta")), ("o_indptr", [0, 3, 5])):
+        with pytest.raises(ValueError, match=f"^{name}: got "):
+            ragged.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64, **{name: given})
+    for name in ("qo_indptr", "kv_indptr"):
+        tables = dict(qo_indptr=x.qo_indptr, kv_indptr=x.kv_indptr) | {name: None}
+        with pytest.raises(ValueError, match=f"^{name}: got None"):
+            ragged.plan(**tables, num_qo_heads=4, num_kv_heads=2, head_dim_qk=64, v_indptr=x.kv_indptr.clone(),
+                        o_indptr=x.qo_indptr.clone())  # fmt: skip
+    made = generate.paged(x, 4)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    tables = x.qo_indptr.cpu(), made.indptr.cpu(), made.indices.cpu(), made.last_page_len.cpu()
+    for given in (torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3), torch.zeros(2, 3, device="meta")):
+        with pytest.raises(ValueError, match="^block_tables: got "):
+            wrapper.plan(*tables, 4, 2, 64, 4, block_tables=given)
+    blocks = torch.tensor([[0, 1, 0], [2, 3, 4]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="^paged_kv_indices: got "):
+        wrapper.plan(*tables[:2], tables[2][None], tables[3], 4, 2, 64, 4, block_tables=blocks)
+    wrapper.plan(*tables, 4, 2, 64, 4)
+    with pytest.raises(ValueError, match="^k_scale: got "):
+        wrapper.run(x.q, made.kv_cache, k_scale=torch.ones(2, device="meta"))
+    codes = torch.zeros(9, 2, 32, dtype=torch.uint8, device=device)
+    factors = torch.zeros(9, 2, 4, device=device)
+    with pytest.raises(ValueError, match=r"^kv_cache_sf\[0\]: got torch.float32"):
+        flashinfer.single_prefill_with_kv_cache(x.q, codes, codes, kv_cache_sf=(factors, factors))
+    ragged.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64, kv_data_type="nvfp4")
+    codes, factors = codes.repeat(2, 1, 1)[:14], factors.repeat(2, 1, 1)[:14]
+    with pytest.raises(ValueError, match=r"^kv_cache_sf\[0\]: got torch.float32"):
+        ragged.run(x.q, codes, codes, kv_cache_sf=(factors, factors))
