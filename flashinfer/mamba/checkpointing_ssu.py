@@ -200,7 +200,7 @@ def checkpointing_ssu(
     if not (tokens.sequences and out.numel()):
         return out.zero_()
     read = None if state_batch_indices is None else state_batch_indices.to(index)
-    tokens = tokens._replace(offsets=None if tokens.offsets is None else tokens.offsets.to(index))
+    tokens = tokens._replace(offsets=None if tokens.offsets is None else tokens.offsets.to(index).contiguous())
     problem = room.Replay(
         dim=x.shape[-1],
         dstate=state.shape[3],

@@ -74,7 +74,8 @@ def selective_state_update(
         dt becomes ``log(1 + exp(dt))``, after the bias.
     state_batch_indices : torch.Tensor, optional
         int32 or int64 [batch], the slot of each sequence; or [batch, columns], whose first column counts, or with
-        `num_accepted_tokens` the column of that number less one. None: sequence i has slot i.
+        `num_accepted_tokens` the column of that number less one. None: sequence i has slot i. This table, that of
+        destinations and `num_accepted_tokens` may have more rows than there are sequences.
     pad_slot_id : int
         A sequence whose slot is this one is skipped, as is one with a negative slot or one past the last: no state is
         read or written, and its result is 0. vLLM's is 0, SGLang's -1.
@@ -89,7 +90,7 @@ def selective_state_update(
         Receives the state after each token, [buffers, steps, heads, dim, dstate], contiguous; steps no fewer than
         tokens. Its codes, if it has such a dtype, have scales in `intermediate_state_scales`.
     intermediate_state_indices : torch.Tensor, optional
-        int32 or int64 [batch]: the buffer of each sequence; None is its own number. Others' are not written.
+        int32 or int64 [batch]: the buffer of each sequence; None is its slot. Others' are not written.
     intermediate_state_scales : torch.Tensor, optional
         float32 [buffers, steps, heads, dim], contiguous; written as `state_scale` is.
     rand_seed : torch.Tensor, optional
@@ -103,12 +104,12 @@ def selective_state_update(
         "auto", "simple", "vertical", "horizontal" or "async_horizontal": upstream's kernels. It has no effect on
         results.
     dst_state_batch_indices : torch.Tensor, optional
-        Shape of `state_batch_indices`: where states are written. None: where they were read. With
-        `num_accepted_tokens` the state after token t goes to column t, of `state_batch_indices` if this is None.
+        [batch]: the slot where the last state of a sequence is written; or [batch, columns]: the state after token t
+        goes to the slot in column t. None: the last state is written where the first was read.
     cu_seqlens : torch.Tensor, optional
         int32 or int64 [batch + 1]: the tokens of sequence i are those from cu_seqlens[i] to cu_seqlens[i + 1].
     num_accepted_tokens : torch.Tensor, optional
-        int32 or int64 [batch], 1 or more: speculative decoding, where each token's state is kept in a slot of its own.
+        int32 or int64 [batch], 1 or more: speculative decoding, which begins with the state of the last accepted token.
     backend : str
         "auto", "flashinfer" or "cake".
 
@@ -161,10 +162,12 @@ def selective_state_update(
     same_device(**written, **read, **tables)
     if not (tokens.sequences and result.numel()):
         return result.zero_()
-    speculative = num_accepted_tokens is not None
-    keeps = "buffer" if each is not None else "pool" if speculative and not disable_state_update else ""
+    by_token = dst_state_batch_indices is not None and dst_state_batch_indices.dim() == 2
+    keeps = "buffer" if each is not None else "pool" if by_token and not disable_state_update else ""
     read, write, accepted, rows = (None if t is None else t.to(index) for t in tables.values())
-    offsets = None if tokens.offsets is None else tokens.offsets.to(index)
+    # Tables of one entry a sequence are read one after another.
+    accepted, rows, offsets = (None if t is None else t.contiguous() for t in (accepted, rows, tokens.offsets))
+    offsets = None if offsets is None else offsets.to(index)
     problem = room.Update(
         dim=x.shape[-1],
         dstate=state.shape[3],

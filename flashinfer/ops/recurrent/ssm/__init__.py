@@ -222,7 +222,8 @@ class Pool(NamedTuple):
     state : [slots, heads, dim, dstate], rows contiguous. scale : float32 [slots, heads, dim], or None.
     each, each_scale : [buffers, steps, heads, dim, dstate] and [buffers, steps, heads, dim], contiguous, or None.
     read, write : [sequences] or [sequences, columns]: slots. None reads slot i for sequence i, and writes what is read.
-    rows : [sequences], the buffer of each sequence; None is its own number.
+        Tables may have more rows than there are sequences.
+    rows : [sequences], the buffer of each sequence; None is the slot that was read.
     accepted : [sequences]; the column of `read` is one less. None is column 0.
     pad : a slot of this number, a negative one and one past the last are neither read nor written; the result of such a
         sequence is 0.
@@ -247,7 +248,8 @@ def _catalog() -> Iterator[Update]:
     yield Update(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16", state_dtype="fp16", gated=True, rounds=10)
     yield Update(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16", state_dtype="i16", each_dtype="i16", each="buffer",
                  final=False, rows=True)  # fmt: skip
-    yield Update(64, 64, "fp32", "fp32", "fp32", tied=False, packed=True, each="pool", final=False, accepted=True)
+    yield Update(64, 64, "fp32", "fp32", "fp32", tied=False, packed=True, each="pool", final=False,
+                 write=True, accepted=True)  # fmt: skip
     yield Update(80, 48, "bf16", "fp32", "bf16", tied=False, aligned=False)
     yield Update(128, 256, "bf16", "bf16", "fp32", "fp32", "fp32", state_dtype="fp8e4nv", index="i64", write=True)
 

@@ -162,7 +162,7 @@ def update_kernel(
             at = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
             tl.store(given.out + at, y.to(given.out.dtype.element_ty), in_rows)
             if EACH == "buffer":
-                buffer = entry
+                buffer = slot
                 if pool.buffers is not None:
                     buffer = tl.load(pool.buffers + entry).to(tl.int64)
                 there = (buffer >= 0) & (buffer < of.buffers)
@@ -177,8 +177,6 @@ def update_kernel(
                 step_column = tl.minimum(t, of.write_columns - 1) if EACH == "pool" else 0
                 if pool.write is not None:
                     goal = tl.load(pool.write + entry * write_by.sequence + step_column * write_by.column).to(tl.int64)
-                elif pool.read is not None:
-                    goal = tl.load(pool.read + entry * read_by.sequence + step_column * read_by.column).to(tl.int64)
                 there = (goal != of.pad) & (goal >= 0) & (goal < of.slots)
                 there &= (EACH == "pool") | (t + 1 == length)
                 at = goal * state_by.slot + head * state_by.head + tile
@@ -265,10 +263,9 @@ def run(problem, config, tokens, layer, pool):
     """As `flashinfer/ops/recurrent/ssm/__init__.py` states it."""
     _, count, heads, dim = tokens.x.shape
     columns = [1 if t is None or t.dim() == 1 else t.shape[1] for t in (pool.read, pool.write)]
-    goal_columns = columns[0] if pool.write is None else columns[1]
     buffers, steps = (0, 0) if pool.each is None else pool.each.shape[:2]
     sizes = (tokens.sequences, count, heads, heads // tokens.B.shape[2], len(pool.state))
-    sizes += (pool.pad, buffers, steps, columns[0], goal_columns)
+    sizes += (pool.pad, buffers, steps, *columns)
     given = [*tokens[:6], tokens.offsets, *layer, raw(pool.state), pool.scale, raw(pool.each), pool.each_scale]
     given += [pool.read, pool.write, pool.rows, pool.accepted, pool.seed if problem.rounds else None]
     token, group = (0, 1, 2, 3), (0, 1, 2)

@@ -35,15 +35,15 @@ def run(problem, config, tokens, layer, pool):
             y = y if layer.D is None else y + layer.D.float() * x
             tokens.out[row, t] = y if tokens.z is None else y * silu(tokens.z[row, t].float())
             if problem.each == "buffer":
-                buffer = n if pool.rows is None else int(pool.rows[n])
+                buffer = slot if pool.rows is None else int(pool.rows[n])
                 if 0 <= buffer < len(pool.each):
                     where = buffer * pool.each.shape[1] + t - start
                     store(problem, pool, pool.each.flatten(0, 1), _flat(pool.each_scale), where, h, t - start)
             elif problem.each == "pool":
-                goal = slot_of(pool, pool.read if pool.write is None else pool.write, n, t - start)
+                goal = slot_of(pool, pool.write, n, t - start)
                 if goal is not None:
                     store(problem, pool, pool.state, pool.scale, goal, h, t - start)
-        goal = slot_of(pool, pool.read if pool.write is None else pool.write, n, 0)
+        goal = slot if pool.write is None else slot_of(pool, pool.write, n, 0)
         if problem.final and goal is not None and end > start:
             store(problem, pool, pool.state, pool.scale, goal, h, end - start - 1)
 

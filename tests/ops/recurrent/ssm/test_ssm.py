@@ -137,20 +137,26 @@ def test_verification_keeps_each_state(variant, device):
     assert (each.cpu()[~written] == POISON).all()
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_speculative_decoding_on_packed_tokens(variant, device, write):
-    """The state of the last accepted draft is read, and each token's is written to a slot of its own."""
+@pytest.mark.parametrize("goal", ["same", "other", "one", None])
+@pytest.mark.parametrize("speculative", [True, False])
+def test_packed_tokens_write_where_the_caller_says(variant, device, goal, speculative):
+    """A table of columns has a slot for the state after each token; a column, or no table, takes the last state only.
+
+    Accepted tokens say where the first state is read; without a table it is replaced there. Tables of a larger batch
+    than there are sequences, and strided ones, are the same.
+    """
     lengths, first = [2, 0, 3], 1
     total = sum(lengths) + first + 1
     given, state = inputs((total,), device), pool(16, device)
     before = state.clone()
-    offsets = first + torch.tensor([0, 2, 2, 5], dtype=torch.int32, device=device)
-    read = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, -1]], dtype=torch.int32, device=device)
-    goal = read + 7 if write else read
-    accepted = torch.tensor([2, 1, 1], dtype=torch.int32, device=device)
+    offsets = (first + torch.tensor([0, 2, 2, 5, 5], dtype=torch.int32, device=device)).repeat_interleave(2)[::2][:4]
+    read = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, -1], [99, 99, 99]], dtype=torch.int32, device=device)
+    table = {"same": read, "other": read + 7, "one": torch.tensor([10, 11, 12, 13], dtype=torch.int32, device=device)}
+    table = table.get(goal)
+    accepted = torch.tensor([[2, 1, 1, 9], [0, 0, 0, 0]], dtype=torch.int32, device=device).T[:, 0]
     out = selective_state_update(
-        state, **given, dt_softplus=True, state_batch_indices=read, cu_seqlens=offsets, num_accepted_tokens=accepted,
-        dst_state_batch_indices=goal if write else None, cache_steps=3,
+        state, **given, dt_softplus=True, state_batch_indices=read, cu_seqlens=offsets,
+        num_accepted_tokens=accepted if speculative else None, dst_state_batch_indices=table, cache_steps=3,
     )  # fmt: skip
     assert not out[0].any() and not out[-1].any()
     touched = set()
@@ -158,16 +164,32 @@ def test_speculative_decoding_on_packed_tokens(variant, device, write):
         if not length:
             continue
         tokens = range(int(offsets[n]), int(offsets[n + 1]))
-        h = before[int(read[n, accepted[n] - 1])]
-        near(out[tokens.start : tokens.stop], h, given, tokens)
-        (_, states), (_, same) = (recurrence(h, given, tokens, dtype=d) for d in (torch.float64, torch.float32))
-        for t in range(length):
-            slot = int(goal[n, t])
+        start = int(read[n, accepted[n] - 1 if speculative else 0])
+        near(out[tokens.start : tokens.stop], before[start], given, tokens)
+        kinds = torch.float64, torch.float32
+        (_, states), (_, same) = (recurrence(before[start], given, tokens, dtype=d) for d in kinds)
+        goals = [start] if goal is None else table[n, :length].tolist() if goal != "one" else [int(table[n])]
+        for slot, t in zip(reversed(goals), range(length - 1, -1, -1)):
             if slot >= 0:
                 assert_close(state[slot], same[t], states[t])
                 touched.add(slot)
     others = sorted(set(range(16)) - touched)
     assert_bitwise(state[others], before[others])
+
+
+def test_states_of_drafts_are_at_the_slot_where_no_rows_are_given(variant, device):
+    given, state = inputs((2, 2), device), pool(4, device)
+    before, slots = state.clone(), torch.tensor([3, 1], device=device)
+    each = torch.full((4, 2, HEADS, DIM, DSTATE), POISON, device=device)
+    selective_state_update(state, **given, dt_softplus=True, state_batch_indices=slots, disable_state_update=True,
+                           intermediate_states_buffer=each, cache_steps=2)  # fmt: skip
+    for n, slot in enumerate(slots.tolist()):
+        tokens = {name: t[n] if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
+        _, states = recurrence(before[slot], tokens, range(2))
+        _, same = recurrence(before[slot], tokens, range(2), dtype=torch.float32)
+        assert_close(each[slot], same, states)
+    assert (each[[0, 2]] == POISON).all()
+    assert_bitwise(state, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.float8_e4m3fn, torch.float16, BF16])
@@ -288,7 +310,7 @@ BAD = [
     (dict(z=torch.zeros(2, HEADS, DIM, dtype=BF16)), "z"), (dict(D=torch.zeros(DIM)), "D"),
     (dict(state_scale=torch.ones(3, HEADS, DIM)), "state_scale"),
     (dict(state=torch.zeros(3, HEADS, DIM, DSTATE, dtype=torch.int8)), "state_scale"),
-    (dict(state_batch_indices=torch.zeros(3, dtype=torch.int32)), "state_batch_indices"),
+    (dict(state_batch_indices=torch.zeros(1, dtype=torch.int32)), "state_batch_indices"),
     (dict(state_batch_indices=torch.zeros(2)), "state_batch_indices"),
     (dict(num_accepted_tokens=torch.ones(2, dtype=torch.int32)), "state_batch_indices"),
     (dict(intermediate_states_buffer=torch.zeros(2, 1, HEADS, DIM, 8)), "intermediate_states_buffer"),
