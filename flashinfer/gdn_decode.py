@@ -90,10 +90,9 @@ def gated_delta_rule_decode_pretranspose(
     output_state_indices : torch.Tensor, optional
         [batch]: the slots that are written, if not those that were read. Nothing is written for a negative one.
     intermediate_states_buffer : torch.Tensor, optional
-        [batch or more, T or more, heads, V, K] of the state's dtype, T > 1: receives the state after every token, in
-        place of the pool, which then stays as it is.
+        [batch or more, T or more, heads, V, K] of the state's dtype, T > 1: receives the state after every token.
     disable_state_update : bool
-        T > 1: states are read only.
+        T > 1: states are read only, as verification of drafts wants it.
     backend : str
         "auto", "flashinfer", "cake_gdn", "rubin" (all of which are ours), "portable" or "reference".
 
@@ -137,8 +136,7 @@ def gated_delta_rule_decode_pretranspose(
     )
     require(tokens > 1 or not disable_state_update, "disable_state_update", True, "False for T = 1")
     pool = Pool(states, states, initial_state_indices, write=output_state_indices, each=intermediate_states_buffer)
-    final = not disable_state_update and intermediate_states_buffer is None
-    variant = variant_for(backend, *_UPSTREAM)
+    final, variant = not disable_state_update, variant_for(backend, *_UPSTREAM)
     out = decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, final, variant)
     return out, states
 

@@ -57,10 +57,10 @@ def gated_delta_rule_mtp(
     initial_state_indices : torch.Tensor
         [batch], int32 or int64: the slot of each sequence; a negative one is padding, whose output is 0.
     output_state_indices : torch.Tensor, optional
-        [batch]: slots for the new state, if not those that were read; none for a negative one.
+        [batch]: slots for the last state, if not those that were read; none for a negative one. With
+        `ssm_state_indices` the last state goes there, too, if this is another tensor than `initial_state_indices`.
     intermediate_states_buffer : torch.Tensor, optional
-        [batch or more, T or more, heads, V, K] of the pool's dtype; receives the state after every token, in place of
-        the pool.
+        [batch or more, T or more, heads, V, K] of the pool's dtype; receives the state after every token.
     accepted_steps : torch.Tensor, optional
         [batch]: the state after token accepted_steps[i] is the one that is written, and states after later tokens go
         nowhere. Outputs are those of all T tokens.
@@ -140,7 +140,8 @@ def gated_delta_rule_mtp(
         each=each,
         rows=rows,
     )
-    final = not disable_state_update and each is None and rows is None
+    elsewhere = output_state_indices is not None and output_state_indices is not initial_state_indices
+    final = not disable_state_update and (rows is None or elsewhere)
     result = decode_tokens(
         q,
         k,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from flashinfer import gdn_decode
+from flashinfer import gdn_decode, gdn_kernels
+from flashinfer._core.dispatch import Op
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.recurrent.oracle import recurrence, softplus_decay, unit
@@ -168,6 +169,41 @@ def test_verify(backend, device, into):
         assert buffer[1].isnan().all() and buffer[:, 3:].isnan().all() and buffer[3].isnan().all()
 
 
+@backends
+@pytest.mark.parametrize("into", ["buffer", "pool"])
+def test_the_last_state_goes_to_its_slot_beside_those_on_the_way(backend, device, into, monkeypatch):
+    """disable_state_update alone says that a verification reads only; a table of columns spares the slots it read."""
+    layer = Layer(2, 3, 1, 2, 32, 32, torch.bfloat16, device)
+    pool = layer.states(9)
+    before = pool.clone()
+    read, write = torch.tensor([2, 0], device=device), torch.tensor([4, 1], device=device)
+    buffer = torch.full((2, 3, 2, 32, 32), NAN, device=device)
+    rows = torch.tensor([[3, 5, 6], [7, 8, -1]], device=device)
+    states = [layer.truth(i, before[read[i]])[1] for i in range(2)]
+
+    def check(pool, slots, kept):
+        for i, slot in enumerate(slots.tolist()):
+            assert (pool[slot].double() - states[i][-1]).abs().max() < 4e-6
+        for slot in kept:
+            assert_bitwise(pool[slot], before[slot], f"slot {slot}")
+
+    each = {"intermediate_states_buffer": buffer} if into == "buffer" else {"ssm_state_indices": rows}
+    if into == "buffer":
+        gdn_decode.gated_delta_rule_decode_pretranspose(
+            layer.q, layer.k, layer.v, None, *layer.gates, initial_state=pool, initial_state_indices=read,
+            backend=backend, **each,
+        )  # fmt: skip
+        check(pool, read, (1, 3, 4, 5, 6, 7, 8))
+        assert all((buffer[i].double() - states[i]).abs().max() < 4e-6 for i in range(2))
+    select, pool = Op.__call__, before.clone()
+    monkeypatch.setattr(Op, "__call__", lambda self, problem, device, _: select(self, problem, device, backend))
+    A_log, a, dt_bias, b = layer.gates
+    gdn_kernels.gated_delta_rule_mtp(
+        A_log, a, dt_bias, 1.0, 20.0, layer.q, layer.k, layer.v, b, pool, read, write, **each
+    )
+    check(pool, write, (0, 2) if into == "pool" else (0, 2, 3, 5, 6, 7, 8))
+
+
 def test_what_a_default_means_is_said(device):
     layer = Layer(1, 2, 1, 1, 16, 16, device=device)
     with pytest.warns(DeprecationWarning, match="disable_state_update"):
@@ -263,7 +299,6 @@ def test_unit_is_the_norm_of_engines():
 @backends
 def test_the_state_after_the_accepted_token(backend, device, monkeypatch):
     """By upstream's kernel name: each sequence's state stops where it was accepted, and its softplus is another."""
-    from flashinfer._core.dispatch import Op
     from flashinfer.gdn_kernels import gdn_decode_bf16_state as kernels
 
     select = Op.__call__
