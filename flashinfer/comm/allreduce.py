@@ -170,7 +170,7 @@ def allreduce_fusion(
         Receive residual_out, which may be `residual_in` itself, and norm; [tokens, hidden]. Allocated where the pattern
         has them. A pattern that does not write norm does so if it is given.
     quant_out, scale_out : torch.Tensor
-        Receive codes and scales. FP8Quant: float8_e4m3fn [tokens, hidden] of norm / scale_factor, and no scales.
+        Receive codes and scales. FP8Quant: float8_e4m3fn [tokens, hidden] of norm / scale_factor; scale_out is left.
         DynamicFP8Quant: float8_e4m3fn, and a float32 scale for each row, [tokens, 1]: its largest magnitude / 448.
         PerTokenGroupFP8PackedQuant: float8_e4m3fn of the rounded norm, and for each 128 columns the least power of two
         with largest magnitude / scale <= 448, its exponent's byte (ue8m0), those of four groups in an int32,
@@ -180,12 +180,13 @@ def allreduce_fusion(
     residual_in, rms_gamma : torch.Tensor
         [tokens, hidden] in the dtype of `input`, and [hidden].
     rms_eps, weight_bias : float
-        Added to the mean square, and to rms_gamma (1 of Gemma's norm).
+        Added to the mean square, and to rms_gamma (1 of Gemma's norm). Of kAllReduce they have no effect.
     scale_factor : torch.Tensor or float, optional
         A float32 tensor of one element, or a number; 1 by default. It divides before FP8Quant, and multiplies before
-        FP4Quant (448 * 6 / the largest magnitude uses the whole range).
+        FP4Quant (448 * 6 / the largest magnitude uses the whole range). Where nothing is quantised it has no effect.
     layout_code : int, optional
-        Of FP4 scales: 0 128x4 tiles (the default), 1 8x4 tiles, 2 row-major.
+        Of FP4 scales: 0 128x4 tiles (the default), 1 8x4 tiles, 2 row-major. Other patterns take it without effect, as
+        vLLM names it with every pattern.
     use_oneshot : bool, optional
         Send rows to all ranks at once, or (False) by way of the rank that adds them; by default the size decides.
     fp32_acc : bool
@@ -199,7 +200,7 @@ moe_reduction_token_input : int and torch.Tensor
         times the row of `input` that the index, int32 [tokens, top_k], names, nothing where it is -1; plus
         shared_expert_output [tokens, hidden], if given.
     block_quant_group_size : int, optional
-        Of PerTokenGroupFP8PackedQuant: 128.
+        Of PerTokenGroupFP8PackedQuant: 128; without effect in others.
     moe_finalize_backend : str
         Upstream's implementation; there is one here, and it has no effect.
 
@@ -238,9 +239,9 @@ moe_reduction_token_input : int and torch.Tensor
     norm = _norm(kind, input, tokens, residual_in, rms_gamma, rms_eps, weight_bias, scale_factor)
     outs = (output, residual_out, norm_out, quant_out, scale_out)
     results, fmt, layout = check_results(kind, input, tokens, outs, layout_code, block_quant_group_size)
-    require(bool(fmt) or scale_factor is None, "scale_factor", scale_factor, "None, for nothing is quantised")
     same_device(**_named(rows, norm, results))
-    _run(workspace, kind, input, tokens, rows, norm._replace(scale=scale_factor), results, (fmt, layout), use_oneshot)
+    norm = norm._replace(scale=scale_factor if fmt else None)
+    _run(workspace, kind, input, tokens, rows, norm, results, (fmt, layout), use_oneshot)
     return present("output", results.sum if not kind.norm else results.normed if kind.normed else results.codes)
 
 
@@ -266,7 +267,6 @@ def _norm(kind: Pattern, input, tokens, residual, weight, eps, bias, scale) -> N
     if not kind.norm:
         for name, value in (("residual_in", residual), ("rms_gamma", weight)):
             require(value is None, name, "a tensor", "None, for the pattern has no norm")
-        require(bias == 0, "weight_bias", bias, "0, for the pattern has no norm")
         return Norm()
     hidden = input.shape[-1]
     for name, tensor, shape in (("residual_in", residual, (tokens, hidden)), ("rms_gamma", weight, (hidden,))):
