@@ -139,13 +139,14 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         ----------
         hidden_states : torch.Tensor
             [tokens, hidden_size] in the dtype of the params, which are quantised if the params have a format for that;
-            or [tokens, ...] codes of that format.
+            or any other rows [tokens, ...], which travel as they are: codes, or rows of another layer that shares these
+            buffers.
         topk_ids : torch.Tensor
             int32 or int64 [tokens, top_k]; an id outside 0 to num_experts - 1 goes nowhere.
         topk_weights : torch.Tensor, optional
             [tokens, top_k], for the experts.
         hidden_states_scale : torch.Tensor, optional
-            [tokens, hidden_size / block], with codes whose format has scales that travel.
+            [tokens, ...], scales of rows that are codes.
         max_tokens_per_rank : int, optional
             The most tokens of any rank in this call, the same on every rank; by default that of the params.
         eplb_local_stats : torch.Tensor, optional
@@ -202,18 +203,11 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         """Rows and scales as they travel."""
         params = self.params
         name = None if params.dispatch_format is None else params.dispatch_format.name
-        if name is not None and formats.is_quantised(name, x):
-            require(global_scale is None, "global_scale", global_scale, "None, for the rows are quantised")
-            formats.check_codes(name, x, scale, params.hidden_size)
-            return x, scale
-        fits = x.dim() == 2 and x.shape[1] == params.hidden_size and x.dtype == params.token_dtype
-        allowed = f"{params.token_dtype} [tokens, {params.hidden_size}]"
-        require(fits, "hidden_states", f"{x.dtype} {tuple(x.shape)}", allowed)
-        require(scale is None, "hidden_states_scale", "a tensor", "None, for the rows are not quantised")
-        if name in (None, "BF16", "FP16"):
-            require(global_scale is None, "global_scale", global_scale, "None, for nothing is quantised")
-            return x if name is None else x.to(formats.FORMATS[name].code_dtypes[0]), None
-        return formats.quantise(name, x, global_scale)
+        plain = x.dim() == 2 and x.shape[1] == params.hidden_size and x.dtype == params.token_dtype and scale is None
+        if plain and name not in (None, "BF16", "FP16"):
+            return formats.quantise(name, x, global_scale)
+        require(global_scale is None, "global_scale", global_scale, "None, for nothing is quantised")
+        return x.to(formats.FORMATS[name].code_dtype) if plain and name is not None else x, scale
 
     def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor:
         """Where experts may write what `combine` takes, which spares a copy; after a dispatch only.
@@ -250,17 +244,18 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         Parameters
         ----------
         expert_output : torch.Tensor
-            [ep_size * tokens_per_rank, hidden_size] or [ep_size, tokens_per_rank, hidden_size], bfloat16, float16 or
-            float32: for each received row what this rank's experts made of it, weighted and added.
+            [ep_size * tokens_per_rank, hidden] or [ep_size, tokens_per_rank, hidden], bfloat16, float16 or float32: for
+            each received row what this rank's experts made of it, weighted and added. hidden is hidden_size, or less
+            of a layer that shares these buffers.
         output : torch.Tensor, optional
-            [tokens, hidden_size], receives the result; its dtype is the result's.
+            [tokens, hidden], receives the result; its dtype is the result's.
         active_rank_mask
             Only None.
 
         Returns
         -------
         torch.Tensor
-            [tokens, hidden_size] in the dtype of `expert_output`, or `output`.
+            [tokens, hidden] in the dtype of `expert_output`, or `output`.
 
         Raises
         ------
@@ -268,10 +263,12 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
             As `dispatch` raises them.
         """
         require(active_rank_mask is None, "active_rank_mask", "a mask", "None")
-        most, hidden = self._most(), self.params.hidden_size
+        most, hidden = self._most(), expert_output.shape[-1] if expert_output.dim() > 1 else 0
         shapes = (self.ep_size * most, hidden), (self.ep_size, most, hidden)
         fits = tuple(expert_output.shape) in shapes and expert_output.is_contiguous()
-        require(fits, "expert_output", tuple(expert_output.shape), f"{shapes[0]} or {shapes[1]}, contiguous")
+        fits = fits and 0 < hidden <= self.params.hidden_size
+        allowed = f"[{shapes[0][0]}, hidden] or [{self.ep_size}, {most}, hidden], contiguous, hidden up to "
+        require(fits, "expert_output", tuple(expert_output.shape), f"{allowed}{self.params.hidden_size}")
         payload = expert_output.view(shapes[1])
         narrow = expert_output.element_size() <= self.params.token_dtype.itemsize
         require(narrow, "expert_output", expert_output.dtype, f"{self.params.token_dtype}, or as wide")

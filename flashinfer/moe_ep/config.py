@@ -78,7 +78,7 @@ class MoEEpCommParams:
     Raises
     ------
     ValueError
-        A field other than the above, or a hidden size that the format's blocks do not divide.
+        A field other than the above.
 
     Examples
     --------
@@ -111,9 +111,6 @@ class MoEEpCommParams:
         if number_format is not None:
             known = isinstance(number_format, QuantFormat) and number_format.name in formats.FORMATS
             require(known, "dispatch_format", number_format, "None, or a QuantFormat of " + ", ".join(formats.FORMATS))
-            width = formats.FORMATS[number_format.name].width
-            fits = self.hidden_size % width == 0
-            require(fits, "hidden_size", self.hidden_size, f"a multiple of {width}, for {number_format}")
 
     @property
     def token_dtype(self) -> torch.dtype:

@@ -20,51 +20,28 @@ class Format:
     code_bits : of an element.
     width : columns that share a scale; 1 where none travels.
     scale_dtype : of a scale; None where none travels.
-    code_dtypes : that codes may have.
+    code_dtype : that of codes that are made here.
     """
 
     code_bits: int
     width: int = 1
     scale_dtype: torch.dtype | None = None
-    code_dtypes: tuple[torch.dtype, ...] = ()
+    code_dtype: torch.dtype = torch.uint8
 
     def bytes_of(self, hidden: int) -> int:
-        scales = 0 if self.scale_dtype is None else hidden // self.width * self.scale_dtype.itemsize
-        return hidden * self.code_bits // 8 + scales
+        scales = 0 if self.scale_dtype is None else -(-hidden // self.width) * self.scale_dtype.itemsize
+        return -(-hidden * self.code_bits // 8) + scales
 
 
 FORMATS = {
-    "BF16": Format(16, code_dtypes=(torch.bfloat16,)),
-    "FP16": Format(16, code_dtypes=(torch.float16,)),
-    "FP8PerTensor": Format(8, code_dtypes=(_FP8, torch.uint8)),
-    "DeepSeekFp8": Format(8, 128, torch.float32, (_FP8, torch.uint8)),
-    "MXFP8": Format(8, 32, torch.uint8, (_FP8, torch.uint8)),
-    "NVFP4": Format(4, 16, torch.uint8, (torch.uint8,)),
-    "MXFP4": Format(4, 32, torch.uint8, (torch.uint8,)),
+    "BF16": Format(16, code_dtype=torch.bfloat16),
+    "FP16": Format(16, code_dtype=torch.float16),
+    "FP8PerTensor": Format(8, code_dtype=_FP8),
+    "DeepSeekFp8": Format(8, 128, torch.float32, _FP8),
+    "MXFP8": Format(8, 32, torch.uint8, _FP8),
+    "NVFP4": Format(4, 16, torch.uint8),
+    "MXFP4": Format(4, 32, torch.uint8),
 }
-# Of one byte, whatever their name.
-_BYTES = (torch.uint8, _FP8, getattr(torch, "float8_e8m0fnu", torch.uint8))
-
-
-def is_quantised(name: str, x: torch.Tensor) -> bool:
-    return FORMATS[name].code_bits < 16 and x.dtype.itemsize == 1
-
-
-def check_codes(name: str, x: torch.Tensor, scale: torch.Tensor | None, hidden: int) -> None:
-    """Rows that the caller has quantised, and their scales."""
-    number_format = FORMATS[name]
-    shape = (len(x), hidden * number_format.code_bits // 8 // x.element_size())
-    fits = tuple(x.shape) == shape and x.dtype in number_format.code_dtypes
-    named = ", ".join(str(dtype) for dtype in number_format.code_dtypes)
-    require(fits, "hidden_states", f"{x.dtype} {tuple(x.shape)}", f"{named} {shape}, of {name}")
-    if number_format.scale_dtype is None:
-        require(scale is None, "hidden_states_scale", "a tensor", f"None, for scales of {name} do not travel")
-        return
-    shape = (len(x), hidden // number_format.width)
-    allowed = (torch.float32,) if number_format.scale_dtype == torch.float32 else _BYTES
-    fits = scale is not None and tuple(scale.shape) == shape and scale.dtype in allowed
-    got = None if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
-    require(fits, "hidden_states_scale", got, f"{number_format.scale_dtype} {shape}, of {name}")
 
 
 def quantise(name: str, x: torch.Tensor, global_scale) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -78,8 +55,10 @@ def quantise(name: str, x: torch.Tensor, global_scale) -> tuple[torch.Tensor, to
         if name == "FP8PerTensor":
             return narrow.to_fp8(x.float() * (1 / global_scale), _FP8), None
     number_format = FORMATS[name]
+    width, hidden = number_format.width, x.shape[1]
+    require(hidden % width == 0, "hidden_states", f"rows of {hidden}", f"rows of a multiple of {width}, for {name}")
     if len(x) == 0:
-        codes = x.new_empty((0, x.shape[1] * number_format.code_bits // 8), dtype=number_format.code_dtypes[0])
+        codes = x.new_empty((0, x.shape[1] * number_format.code_bits // 8), dtype=number_format.code_dtype)
         return codes, x.new_empty((0, x.shape[1] // number_format.width), dtype=number_format.scale_dtype)
     if name == "DeepSeekFp8":
         return narrow.quantize_fp8(x.float(), number_format.width, _FP8)

@@ -45,6 +45,8 @@ def test_what_vllm_reads():
     for name, nbytes in sizes.items():
         number_format = None if name is None else QuantFormat[name]
         assert MoEEpCommParams(4, 2, 8, 128, None, number_format).dispatch_bytes_per_token == nbytes
+    odd = {"DeepSeekFp8": 104, "MXFP8": 104, "NVFP4": 57, "MXFP4": 54}  # blocks that are not whole count as whole
+    assert all(MoEEpCommParams(4, 2, 8, 100, None, QuantFormat[k]).dispatch_bytes_per_token == n for k, n in odd.items())
     assert MoEEpCommParams(4, 2, 8, 100, torch.float32).dispatch_bytes_per_token == 400
     assert hasattr(MoEEpCommParams, "dispatch_format") and NVLinkOneSidedAlltoAll.is_platform_supported()
     assert available_communication_backends() == ["nvlink_one_sided"]
@@ -77,10 +79,40 @@ def test_rows_that_the_caller_has_quantised(device, name):
         assert torch.equal(again.hidden_states_scale[: len(codes)], scale)
 
 
+@pytest.mark.parametrize("name", [None, "BF16", "FP16", "MXFP8", "DeepSeekFp8"])
+def test_layers_of_other_sizes_and_formats_share_the_buffers(device, name):
+    """vLLM makes one communication for all layers, as large as the largest: what a dispatch is given travels as is."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    number_format = None if name is None else QuantFormat[name]
+    ep = alone(number_format, NVLinkOneSidedConfig(extra_payload_bytes_per_token=256), hidden_size=256)
+    ids = torch.tensor([[0, 3], [-1, -1], [2, 1]], device=device)
+    codes = torch.randint(256, (3, 224), dtype=torch.uint8, device=device)
+    for rows, scale in (
+        (torch.randn(3, 128, device=device).bfloat16(), None),
+        (torch.randn(3, 128, device=device).half(), None),
+        (codes, torch.randint(256, (3, 8), dtype=torch.uint8, device=device)),  # rows and scales padded to 8 blocks
+        (codes.view(torch.float8_e4m3fn), torch.rand(3, 2, device=device)),
+        (codes, None),
+    ):
+        got = ep.dispatch(rows, ids, hidden_states_scale=scale, max_tokens_per_rank=3)
+        real = (got.topk_ids != -1).any(1)
+        assert real.sum() == 2 and got.hidden_states.dtype == rows.dtype
+        assert torch.equal(got.hidden_states[real].view(torch.uint8), rows[[0, 2]].view(torch.uint8))
+        assert (got.hidden_states_scale is None) == (scale is None)
+        if scale is not None:
+            assert torch.equal(got.hidden_states_scale[real], scale[[0, 2]])
+        # A layer's results are as long as its own rows.
+        back = torch.where(real[:, None], 2.0, torch.nan).bfloat16().expand(3, 96).contiguous()
+        out = torch.full((3, 96), torch.nan, dtype=torch.float32, device=device)
+        assert ep.combine(back, output=out) is out
+        assert out.tolist() == [[2.0] * 96, [0.0] * 96, [2.0] * 96]
+
+
 X, IDS = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int32)
 BAD = [
-    (None, {"hidden_states": X.float()}, "hidden_states: got torch.float32 (4, 128)"),
-    (None, {"hidden_states": X[:, :64]}, "hidden_states: got torch.bfloat16 (4, 64)"),
+    (None, {"hidden_states": torch.zeros(4, 4096)}, "workspace: got 5248 bytes on each rank"),
+    (None, {"hidden_states_scale": torch.zeros(3, 4)}, "input_payloads[1]: got (3, 4)"),
     (None, {"topk_ids": IDS.float()}, "topk_ids: got torch.float32"),
     (None, {"topk_ids": IDS[:3]}, "topk_ids: got (3, 2); allowed: (4, 2)"),
     (None, {"topk_weights": torch.zeros(4, 3)}, "topk_weights: got (4, 3)"),
@@ -90,8 +122,6 @@ BAD = [
     (None, {"global_scale": 2.0}, "global_scale: got 2.0; allowed: None"),
     ("NVFP4", {}, "global_scale: got None"),
     ("MXFP8", {"global_scale": 2.0}, "global_scale: got 2.0; allowed: None"),
-    ("NVFP4", {"hidden_states": X.view(torch.uint8)}, "hidden_states: got torch.uint8 (4, 256)"),
-    ("DeepSeekFp8", {"hidden_states": X.to(torch.float8_e4m3fn)}, "hidden_states_scale: got None"),
 ]
 
 
@@ -116,7 +146,6 @@ PARAMS = MoEEpCommParams(4, 2, 8, 64)
         (lambda: alone(invalid_expert_id=3), "invalid_expert_id: got 3"),
         (lambda: alone(dtype=torch.int8), "dtype: got torch.int8"),
         (lambda: alone(QuantFormat.INT4), "dispatch_format: got"),
-        (lambda: alone(QuantFormat.DeepSeekFp8, hidden_size=64), "hidden_size: got 64"),
         (lambda: alone(config="nixl"), "backend: got 'nixl'; allowed: 'nvlink_one_sided'"),
         (lambda: alone(config=NVLinkOneSidedConfig(enable_rank_mask=True)), "enable_rank_mask: got True"),
         (lambda: alone(config=NVLinkOneSidedConfig(extra_payload_bytes_per_token=-1)), "extra_payload_bytes"),
