@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 
@@ -15,7 +17,9 @@ class Mapping:
 
     Parameters
     ----------
-    world_size, rank, gpus_per_node : int
+    world_size, rank : int
+    gpus_per_node : int or callable
+        A number, or a function that returns one, as vLLM gives `torch.accelerator.device_count`; at least 1 then.
     cp_size, tp_size, pp_size : int
         Ranks that share a sequence, a layer, and the layers.
     cp_config : dict, optional
@@ -46,7 +50,7 @@ class Mapping:
         self,
         world_size: int = 1,
         rank: int = 0,
-        gpus_per_node: int = 8,
+        gpus_per_node: int | Callable[[], int] = 8,
         *,
         cp_size: int = 1,
         cp_config: dict | None = None,
@@ -60,6 +64,8 @@ class Mapping:
         auto_parallel: bool = False,
         enable_attention_dp: bool = False,
     ):
+        gpus_per_node = max(gpus_per_node(), 1) if callable(gpus_per_node) else gpus_per_node
+        require(isinstance(gpus_per_node, int), "gpus_per_node", repr(gpus_per_node), "an integer")
         sizes = dict(cp_size=cp_size, tp_size=tp_size, pp_size=pp_size, gpus_per_node=gpus_per_node)
         unset = dict(moe_cluster_size=moe_cluster_size, moe_tp_size=moe_tp_size, moe_ep_size=moe_ep_size,
                      attn_tp_size=attn_tp_size, attn_cp_size=attn_cp_size)  # fmt: skip

@@ -98,8 +98,8 @@ class MoEAlltoallInfo:
 class MnnvlMoe:
     """Prepare, send tensor by tensor, combine. Use `flashinfer.comm.MoeAlltoAll` where all tensors are there at once.
 
-    Workspaces belong to a mapping: the ranks are those of its moe_ep_group in the MnnvlConfig's comm_backend (or the
-    default process group), which must be as many. Memory is allocated when the first call says how much, a collective
+    Workspaces belong to a mapping: the ranks are those of its tp_group in the MnnvlConfig's comm_backend (or the default
+    process group), which must be as many, whatever the mapping says of experts. Memory is allocated when the first call says how much, a collective
     call, outside of CUDA graphs. Received tensors have ep_size * max_token_count_per_rank rows, in blocks by source
     rank; a row that no token became is undefined, and its ids are `slot_count`.
     """
@@ -113,14 +113,14 @@ class MnnvlMoe:
         Parameters
         ----------
         mapping : Mapping
-            Its moe_ep_rank and moe_ep_size are the ranks.
+            Its tp_rank and tp_size are the ranks.
         config : MnnvlConfig, optional
             Its comm_backend is the ranks; by default the default process group.
 
         Returns
         -------
         torch.Tensor
-            uint64 [moe_ep_size, 1] on the CPU, for the functions below.
+            uint64 [tp_size, 1] on the CPU, for the functions below.
 
         Raises
         ------
@@ -130,9 +130,9 @@ class MnnvlMoe:
         backend = None if config is None else config.comm_backend
         key = (mapping, id(getattr(backend, "_group", backend)))
         if key not in MnnvlMoe._workspaces:
-            ranks = ranks_of_experts(backend, mapping.moe_ep_rank, mapping.moe_ep_size)
+            ranks = ranks_of_experts(backend, mapping.tp_rank, mapping.tp_size)
             MnnvlMoe._workspaces[key] = _Workspace(ranks)
-        tensor = torch.zeros(mapping.moe_ep_size, 1, dtype=torch.uint64, device="cpu")
+        tensor = torch.zeros(mapping.tp_size, 1, dtype=torch.uint64, device="cpu")
         setattr(tensor, "moe", MnnvlMoe._workspaces[key])
         return tensor
 
@@ -143,14 +143,14 @@ class MnnvlMoe:
         Parameters
         ----------
         mapping : Mapping
-            Its moe_ep_rank and moe_ep_size are the ranks.
+            Its tp_rank and tp_size are the ranks.
         config : MnnvlConfig, optional
             Its comm_backend is the ranks; by default the default process group.
 
         Returns
         -------
         torch.Tensor
-            uint64 [moe_ep_size, 1] on the CPU, for the functions below.
+            uint64 [tp_size, 1] on the CPU, for the functions below.
 
         Raises
         ------

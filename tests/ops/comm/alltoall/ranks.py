@@ -64,7 +64,9 @@ def blocks(rank, world, device):
 
 def older(rank, world, device, group=None):
     """The number_format with a preparation and a call a tensor; its gathered preparation says the same."""
-    mapping = comm.Mapping(world_size=world, rank=rank, tp_size=world, moe_ep_size=world)
+    # As vLLM says it: nothing of experts, and a function in place of a number.
+    mapping = comm.Mapping(world, rank, torch.accelerator.device_count, tp_size=world)
+    assert mapping.moe_ep_size == 1 and mapping.gpus_per_node >= 1
     config = comm.MnnvlConfig(comm_backend=comm.TorchDistBackend(dist.group.WORLD) if world > 1 else None)
     ws = comm.MnnvlMoe.get_moe_workspaces(mapping, config)
     assert comm.MnnvlMoe.get_moe_prepare_workspace(mapping, config).moe is ws.moe
