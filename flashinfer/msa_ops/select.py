@@ -28,7 +28,7 @@ def msa_topk_select(
         Of `msa_proxy_score`. Blocks without a key that a query sees are -inf.
     topk : int
         Blocks to take, at least 1.
-    num_valid_pages : int or int32 Tensor [tokens], optional
+    num_valid_pages : int, or int32 Tensor [tokens] or of one element, optional
         Blocks there are, for all queries or for each; clamped to 0 ... blocks. Others are not taken.
     output : int32 Tensor [tokens, heads, topk], optional
         Where to write.
@@ -60,10 +60,12 @@ def msa_topk_select(
     first = whole("force_begin_blocks", force_begin_blocks, 0)
     last = whole("force_end_blocks", force_end_blocks, 0)
     require(first + last <= topk, "force_begin_blocks", f"{first}, and {last} at the end", f"at most topk = {topk}")
-    if isinstance(num_valid_pages, torch.Tensor) and num_valid_pages.numel() != 1:
-        fits = tuple(num_valid_pages.shape) == (tokens,) and not num_valid_pages.is_floating_point()
+    if isinstance(num_valid_pages, torch.Tensor):
+        # One number, or that of a batch of one token, is not waited for either.
+        fits = num_valid_pages.numel() == 1 or tuple(num_valid_pages.shape) == (tokens,)
+        fits = fits and num_valid_pages.dtype in (torch.int32, torch.int64)
         require(fits, "num_valid_pages", f"{num_valid_pages.dtype} {tuple(num_valid_pages.shape)}", f"int32 [{tokens}]")
-        count = num_valid_pages.to(device).long().clamp(0, blocks)[:, None, None]
+        count = num_valid_pages.to(device).long().clamp(0, blocks).reshape(-1).expand(tokens)[:, None, None]
     else:
         given = blocks if num_valid_pages is None else whole("num_valid_pages", num_valid_pages, 0)
         count = torch.full((tokens, 1, 1), min(given, blocks), dtype=torch.int64, device=device)

@@ -148,6 +148,18 @@ def test_scores_of_nvfp4(paged, device):
     assert_close(got, same, truth, "scores")
 
 
+@pytest.mark.parametrize("tokens", (1, 3))
+def test_a_count_of_blocks_is_not_waited_for(tokens, device):
+    """A decode batch of one token counts its blocks by a tensor of one element, inside CUDA graphs."""
+    scores = torch.arange(4.0, device=device).view(1, 4, 1).expand(1, 4, tokens).contiguous()
+    for count in (torch.tensor([3]), torch.tensor(3), torch.full((tokens,), 3)):
+        count = count.int().to(device)
+        got = msa_topk_select(scores, 2, count, force_begin_blocks=1)
+        assert got.tolist() == [[[0, 2]]] * tokens
+        # Tensors without data have no value to wait for.
+        assert msa_topk_select(scores.to("meta"), 2, count.to("meta")).shape == (tokens, 1, 2)
+
+
 def test_selection(device):
     """Ties go to the lower block, NaN is last, forced blocks come first; -1 behind where there are fewer blocks."""
     inf = math.inf
