@@ -98,10 +98,11 @@ class MoEAlltoallInfo:
 class MnnvlMoe:
     """Prepare, send tensor by tensor, combine. Use `flashinfer.comm.MoeAlltoAll` where all tensors are there at once.
 
-    Workspaces belong to a mapping: the ranks are those of its tp_group in the MnnvlConfig's comm_backend (or the default
-    process group), which must be as many, whatever the mapping says of experts. Memory is allocated when the first call says how much, a collective
-    call, outside of CUDA graphs. Received tensors have ep_size * max_token_count_per_rank rows, in blocks by source
-    rank; a row that no token became is undefined, and its ids are `slot_count`.
+    Workspaces belong to a mapping: the ranks are those of its tp_group in the MnnvlConfig's comm_backend (or the
+    default process group), which must be as many, whatever the mapping says of experts. Memory is allocated when the
+    first call says how much, a collective call, outside of CUDA graphs. Received tensors have
+    ep_size * max_token_count_per_rank rows, in blocks by source rank; a row that no token became is undefined, and its
+    ids are `slot_count`.
     """
 
     _workspaces: dict[tuple, _Workspace] = {}

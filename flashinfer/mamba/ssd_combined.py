@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_indptr, dtype_name, present, require, same_device
+from flashinfer._core.checks import dtype_name, present, require, same_device
+from flashinfer.mamba._prompts import (
+    FLOATS,
+    INDEX,
+    check_chunk,
+    check_inputs,
+    check_marks,
+    check_sequences,
+    first_segments,
+    like,
+    offsets_of,
+    require_dtype,
+    rows_of,
+)
 from flashinfer.ops.recurrent import ssd as room
 from flashinfer.ops.recurrent.layouts import whole_rows
 
-__all__ = ["ssd_combined_fwd"]
+__all__ = ["SSDCombined", "ssd_combined_fwd"]
 
-_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_INDEX = (torch.int32, torch.int64)
 _BACKENDS = ("auto", "cake", "cute", "portable", "reference")
 
 
@@ -142,8 +151,8 @@ def ssd_combined_fwd(
     ([4.0, 8.0, 12.0], torch.Size([1, 1, 2, 4]))
     """
     require(backend in _BACKENDS, "backend", repr(backend), ", ".join(_BACKENDS))
-    require(chunk_size >= 64 and chunk_size % 64 == 0, "chunk_size", chunk_size, "a multiple of 64")
-    result = _check_inputs(x, dt, A, B, C, D, z, dt_bias, out)
+    check_chunk(chunk_size)
+    result = check_inputs(x, dt, A, B, C, D, z, dt_bias, out)
     heads, (dim, dstate) = x.shape[2], (x.shape[3], B.shape[3])
     tables = {
         "seq_idx": seq_idx, "chunk_indices": chunk_indices, "chunk_offsets": chunk_offsets,
@@ -152,20 +161,20 @@ def ssd_combined_fwd(
     }  # fmt: skip
     states = {"initial_states": initial_states, "checkpoint_states": checkpoint_states}
     same_device(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, out=out, **tables, **states)
-    n = _check_sequences(tables, x, initial_states, num_seqs, update_seq_chunk_cumsum)
+    n = check_sequences(tables, x, initial_states, num_seqs, update_seq_chunk_cumsum)
     for name, value in states.items():
         if value is not None:
             count = n if name == "initial_states" and state_indices is None else value.shape[0] if value.dim() else 0
-            _like(name, value, (count, heads, dim, dstate), _FLOATS)
+            like(name, value, (count, heads, dim, dstate), FLOATS)
     given = [value.dtype for value in states.values() if value is not None]
     dtype = given[0] if given else state_dtype or torch.bfloat16
-    fits = state_dtype in (None, dtype) and dtype in _FLOATS
+    fits = state_dtype in (None, dtype) and dtype in FLOATS
     require(fits, "state_dtype", state_dtype, f"{dtype}, that of the states given" if given else "a float dtype")
-    marks = _check_marks(tables, checkpoint_states, n, dtype)
+    marks = check_marks(tables, checkpoint_states, n, dtype)
     least, most = (float(value) for value in dt_limit)
     require(least <= most, "dt_limit", f"{(least, most)}", "a lower limit, and an upper one that is no less")
 
-    offsets = cu_seqlens if seq_idx is None else _offsets(tables, n, chunk_size, update_seq_chunk_cumsum)
+    offsets = cu_seqlens if seq_idx is None else offsets_of(tables, n, chunk_size, update_seq_chunk_cumsum)
     final = None
     if state_indices is not None:
         final = present("initial_states", initial_states, "a tensor, with state_indices")
@@ -173,11 +182,11 @@ def ssd_combined_fwd(
                 "contiguous rows with state_indices")  # fmt: skip
     elif return_final_states:
         final = torch.empty(n, heads, dim, dstate, dtype=dtype, device=x.device)
-    source = _rows(initial_states)
+    source = rows_of(initial_states)
     target = result if result.stride(3) == 1 or dim == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
     index = torch.int64 if torch.int64 in (getattr(t, "dtype", None) for t in (offsets, state_indices)) else torch.int32
     offsets, read = (None if t is None else t.to(index).contiguous() for t in (offsets, state_indices))
-    tokens = room.Tokens(_rows(x), dt, _rows(B), _rows(C), _rows(z), offsets)
+    tokens = room.Tokens(rows_of(x), dt, rows_of(B), rows_of(C), rows_of(z), offsets)
     marked = None if marks is None else checkpoint_states
     problem = room.Prefill(
         dim=dim,
@@ -211,96 +220,203 @@ def ssd_combined_fwd(
     return result, final if return_final_states else None
 
 
-def _like(name: str, value: torch.Tensor | None, shape, dtypes) -> None:
-    if value is not None:
-        require(tuple(value.shape) == tuple(shape), name, f"shape {tuple(value.shape)}", f"{tuple(shape)}")
-        require(value.dtype in dtypes, name, value.dtype, ", ".join(map(str, dtypes)))
+class SSDCombined:
+    """`ssd_combined_fwd` of a layer whose sizes and dtypes are fixed, by upstream's class.
 
+    Parameters
+    ----------
+    chunk_size : int
+        A multiple of 64.
+    nheads, headdim, dstate, ngroups : int
+        Of the layer.
+    io_dtype, state_dtype : torch.dtype
+        Of x, B, C and z, and of states: bfloat16, float16 or float32.
+    has_d, d_has_hdim, has_initial_states, has_varlen, has_z : bool
+        Which of D, D [heads, dim], initial_states, seq_idx and z the calls have.
+    seq_idx_dtype : torch.dtype
+        int32 or int64.
+    backend : str
+        "cute" or "cake", whose results differ by the layout of `out`.
 
-def _rows(t: _Given) -> _Given:
-    """t with a last stride of 1: itself, or a copy."""
-    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
 
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.mamba import SSDCombined
+    >>> layer = SSDCombined(128, nheads=2, headdim=4, dstate=8, ngroups=1, has_d=False)
+    >>> x, B, dt = (torch.ones(*shape).bfloat16() for shape in ((1, 256, 2, 4), (1, 256, 1, 8), (1, 256, 2)))
+    >>> out, states = layer.run(x, dt, -torch.ones(2), B, B)
+    >>> out.shape, states.shape, states.dtype
+    (torch.Size([1, 256, 2, 4]), torch.Size([1, 2, 4, 8]), torch.bfloat16)
+    """
 
-def _check_inputs(x, dt, A, B, C, D, z, dt_bias, out) -> torch.Tensor:
-    """The tensor that receives the result."""
-    require(x.dim() == 4, "x", f"shape {tuple(x.shape)}", "[batch, tokens, heads, dim]")
-    require(x.dtype in _FLOATS, "x", x.dtype, ", ".join(map(str, _FLOATS)))
-    batch, length, heads, dim = x.shape
-    _like("dt", dt, (batch, length, heads), _FLOATS)
-    _like("A", A, (heads,), _FLOATS)
-    groups = B.shape[2] if B.dim() == 4 else 0
-    fits = groups > 0 and heads % groups == 0 and B.shape[3] > 0
-    require(fits, "B", f"shape {tuple(B.shape)}", f"[{batch}, {length}, groups, dstate], groups a divisor of {heads}")
-    for name, value in (("B", B), ("C", C)):
-        _like(name, value, (batch, length, groups, B.shape[3]), (x.dtype,))
-    wide = D is not None and D.dim() == 2
-    _like("D", D, (heads, dim) if wide else (heads,), _FLOATS)
-    _like("z", z, x.shape, (x.dtype,))
-    _like("dt_bias", dt_bias, (heads,), _FLOATS)
-    _like("out", out, x.shape, (x.dtype,))
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    @checked
+    def __init__(
+        self,
+        chunk_size: int,
+        nheads: int,
+        headdim: int,
+        dstate: int,
+        ngroups: int,
+        io_dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.bfloat16,
+        has_d: bool = True,
+        d_has_hdim: bool = False,
+        has_initial_states: bool = False,
+        has_varlen: bool = False,
+        has_z: bool = False,
+        seq_idx_dtype: torch.dtype = torch.int64,
+        backend: str = "cute",
+    ):
+        require(backend in ("cute", "cake"), "backend", repr(backend), "'cute', 'cake'")
+        check_chunk(chunk_size)
+        for name, size in (("nheads", nheads), ("headdim", headdim), ("dstate", dstate), ("ngroups", ngroups)):
+            require(size > 0, name, size, "1 or more")
+        require(nheads % ngroups == 0, "ngroups", ngroups, f"a divisor of {nheads}, the heads")
+        for name, dtype, allowed in (("io_dtype", io_dtype, FLOATS), ("state_dtype", state_dtype, FLOATS),
+                                     ("seq_idx_dtype", seq_idx_dtype, INDEX)):  # fmt: skip
+            require(dtype in allowed, name, dtype, ", ".join(map(str, allowed)))
+        self.chunk_size, self.nheads, self.headdim = chunk_size, nheads, headdim
+        self.dstate, self.ngroups = dstate, ngroups
+        self._io_dtype, self._state_dtype, self._seq_idx_dtype = io_dtype, state_dtype, seq_idx_dtype
+        self._wide_d, self._backend = d_has_hdim, backend
+        self._has = {"D": has_d, "z": has_z, "initial_states": has_initial_states, "seq_idx": has_varlen}
 
+    def run(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        initial_states: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        chunk_indices: torch.Tensor | None = None,
+        chunk_offsets: torch.Tensor | None = None,
+        seq_chunk_cumsum: torch.Tensor | None = None,
+        update_seq_chunk_cumsum: bool = False,
+        checkpoint_token_indices: torch.Tensor | None = None,
+        checkpoint_state_slots: torch.Tensor | None = None,
+        checkpoint_states: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        return_final_states: bool = True,
+        num_seqs: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All tokens of prompts, as `ssd_combined_fwd` takes them.
 
-def _check_sequences(tables: dict, x, initial_states, num_seqs, update: bool) -> int:
-    """How many sequences there are."""
-    seq_idx, offsets, slots = (tables[name] for name in ("seq_idx", "cu_seqlens", "state_indices"))
-    packed = seq_idx is not None or offsets is not None
-    require(offsets is None or seq_idx is None, "cu_seqlens", "a tensor", "None with seq_idx")
-    require(not packed or x.shape[0] == 1, "x", f"{x.shape[0]} rows", "1 row with seq_idx or cu_seqlens")
-    _like("seq_idx", seq_idx, x.shape[:2], _INDEX)
-    for name in ("chunk_indices", "chunk_offsets", "seq_chunk_cumsum"):
-        require(tables[name] is None or seq_idx is not None, name, "a tensor", "None without seq_idx")
-    segments = tables["chunk_indices"], tables["chunk_offsets"]
-    require((segments[0] is None) == (segments[1] is None), "chunk_offsets",
-            "None" if segments[1] is None else "a tensor", "given if and only if chunk_indices is")  # fmt: skip
-    for name, value in zip(("chunk_indices", "chunk_offsets"), segments):
-        _like(name, value, segments[0].shape[:1] if value is not None else (), (torch.int32,))
-    for name in ("cu_seqlens", "state_indices", "seq_chunk_cumsum"):
-        value = tables[name]
-        dtypes = (torch.int32,) if name == "seq_chunk_cumsum" else _INDEX
-        _like(name, value, (value.numel(),) if value is not None else (), dtypes)
-    counts = {"x": None if packed else x.shape[0], "num_seqs": num_seqs}
-    for name in ("cu_seqlens", "seq_chunk_cumsum"):
-        counts[name] = None if tables[name] is None else len(tables[name]) - 1
-    counts["state_indices"] = None if slots is None else len(slots)
-    require(slots is None or initial_states is not None, "initial_states", None, "a pool with state_indices")
-    if slots is None and initial_states is not None and initial_states.dim():
-        counts["initial_states"] = len(initial_states)
-    known = {name: count for name, count in counts.items() if count is not None}
-    require(bool(known), "num_seqs", None, "the count of sequences, which nothing else says")
-    if offsets is not None and offsets.device.type == "cpu":
-        check_indptr("cu_seqlens", offsets.numpy(), x.shape[1], "the tokens of x", sliced=True)
-    n = next(iter(known.values()))
-    for name, count in known.items():
-        require(count == n and n >= 0, name, f"{count} sequences", f"{max(n, 0)}")
-    if update:
-        for name in ("seq_chunk_cumsum", "chunk_indices"):
-            require(tables[name] is not None, name, None, "a tensor with update_seq_chunk_cumsum")
-    return n
+        Parameters
+        ----------
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx, chunk_indices, chunk_offsets
+            As in `ssd_combined_fwd`, in the sizes and dtypes of the layer; given where the layer has them.
+        seq_chunk_cumsum, update_seq_chunk_cumsum, checkpoint_token_indices, checkpoint_state_slots, checkpoint_states
+            As in `ssd_combined_fwd`.
+        out : torch.Tensor, optional
+            Receives the result; contiguous. Of "cute" [batch, heads, dim, chunks, chunk_size], of "cake" as x.
+        return_final_states, num_seqs
+            As in `ssd_combined_fwd`.
 
+        Returns
+        -------
+        (torch.Tensor, torch.Tensor or None)
+            [batch, tokens, heads, dim], a view of `out` if there is one; and the states after the last tokens.
 
-def _check_marks(tables: dict, states, n: int, dtype) -> room.Marks | None:
-    tokens, slots = tables["checkpoint_token_indices"], tables["checkpoint_state_slots"]
-    given = {"checkpoint_token_indices": tokens, "checkpoint_state_slots": slots, "checkpoint_states": states}
-    if all(value is None for value in given.values()):
-        return None
-    for name, value in given.items():
-        require(value is not None, name, None, "a tensor, as the other two of checkpoints")
-    _like("checkpoint_token_indices", tokens, (n,) if tokens.dim() < 2 else (n, tokens[0].numel()), (torch.int32,))
-    _like("checkpoint_state_slots", slots, tokens.shape, (torch.int32,))
-    require(states.dtype == dtype, "checkpoint_states", states.dtype, f"{dtype}, that of initial_states")
-    require(states.is_contiguous(), "checkpoint_states", f"strides {states.stride()}", "contiguous")
-    both = [t.reshape(n, -1).contiguous() for t in (tokens, slots)]
-    return room.Marks(states, *both) if both[0].numel() else None
+        Raises
+        ------
+        ValueError
+            Other sizes, dtypes or tensors than the layer's, and as `ssd_combined_fwd` raises it.
+        """
+        for name, value in (("D", D), ("z", z), ("initial_states", initial_states), ("seq_idx", seq_idx)):
+            got, allowed = "None" if value is None else "a tensor", "a tensor" if self._has[name] else "None"
+            require((value is not None) == self._has[name], name, got, f"{allowed}, as the layer was made")
+        fits = x.dim() == 4 and x.shape[2:] == (self.nheads, self.headdim) and x.dtype == self._io_dtype
+        allowed = f"{self._io_dtype} [batch, tokens, {self.nheads}, {self.headdim}]"
+        require(fits, "x", f"{x.dtype} {tuple(x.shape)}", allowed)
+        fits = B.dim() == 4 and B.shape[2:] == (self.ngroups, self.dstate)
+        require(fits, "B", f"shape {tuple(B.shape)}", f"[batch, tokens, {self.ngroups}, {self.dstate}]")
+        if D is not None:
+            require(D.dim() == 1 + self._wide_d, "D", f"{D.dim()} axes", f"{1 + self._wide_d}")
+        require_dtype("initial_states", initial_states, self._state_dtype)
+        require_dtype("seq_idx", seq_idx, self._seq_idx_dtype)
+        rows = out
+        if out is not None and self._backend == "cute":
+            batch, tokens = x.shape[:2]
+            shape = batch, self.nheads, self.headdim, tokens // self.chunk_size, self.chunk_size
+            fits = tokens % self.chunk_size == 0 and tuple(out.shape) == shape and out.is_contiguous()
+            require(fits, "out", f"shape {tuple(out.shape)}", f"{shape} of whole chunks, contiguous")
+            rows = out.flatten(3).permute(0, 3, 1, 2)
+        return ssd_combined_fwd(
+            x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx, chunk_indices, chunk_offsets,
+            seq_chunk_cumsum, update_seq_chunk_cumsum, checkpoint_token_indices, checkpoint_state_slots,
+            checkpoint_states, rows, return_final_states, num_seqs, state_dtype=self._state_dtype,
+            chunk_size=self.chunk_size,
+        )  # fmt: skip
 
+    def compute_seq_chunk_cumsum(
+        self,
+        seq_idx: torch.Tensor,
+        chunk_indices: torch.Tensor,
+        chunk_offsets: torch.Tensor,
+        chunk_size: int,
+        num_seqs: int,
+        seq_chunk_cumsum: torch.Tensor | None = None,
+        tile_state: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The first segment of each packed sequence, as `run` takes it.
 
-def _offsets(tables: dict, n: int, chunk_size: int, update: bool) -> torch.Tensor:
-    """The first token of each sequence, and the end of the last; also writes what is wanted of segments."""
-    of_tokens = tables["seq_idx"][0].contiguous()
-    numbers = torch.arange(n + 1, dtype=of_tokens.dtype, device=of_tokens.device)
-    if update and tables["seq_chunk_cumsum"] is not None:
-        begins = tables["chunk_indices"].long() * chunk_size + tables["chunk_offsets"]
-        of_segments = of_tokens[begins.clamp(0, max(len(of_tokens) - 1, 0))]
-        tables["seq_chunk_cumsum"].copy_(torch.searchsorted(of_segments, numbers))
-    return torch.searchsorted(of_tokens, numbers, out_int32=True)
+        Parameters
+        ----------
+        seq_idx, chunk_indices, chunk_offsets, chunk_size
+            As in `ssd_combined_fwd`.
+        num_seqs : int
+        seq_chunk_cumsum : torch.Tensor, optional
+            int32 [num_seqs + 1]; receives the result.
+        tile_state : torch.Tensor, optional
+            Upstream's scratch; left alone.
+
+        Returns
+        -------
+        torch.Tensor
+            `seq_chunk_cumsum`, or a new tensor.
+
+        Raises
+        ------
+        ValueError
+            Another shape or dtype of `seq_chunk_cumsum`, or no count.
+        """
+        require(num_seqs >= 0, "num_seqs", num_seqs, "at least 0")
+        of_tokens = seq_idx.reshape(-1)
+        if seq_chunk_cumsum is None:
+            seq_chunk_cumsum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_idx.device)
+        like("seq_chunk_cumsum", seq_chunk_cumsum, (num_seqs + 1,), (torch.int32,))
+        numbers = torch.arange(num_seqs + 1, dtype=of_tokens.dtype, device=of_tokens.device)
+        return seq_chunk_cumsum.copy_(first_segments(of_tokens, numbers, chunk_indices, chunk_offsets, chunk_size))
+
+    @staticmethod
+    def tile_state_size(num_seqs: int) -> int:
+        """Bytes of the scratch of `compute_seq_chunk_cumsum`: none is needed.
+
+        Parameters
+        ----------
+        num_seqs : int
+
+        Returns
+        -------
+        int
+            0.
+
+        Raises
+        ------
+        ValueError
+            No count.
+        """
+        require(num_seqs >= 0, "num_seqs", num_seqs, "at least 0")
+        return 0

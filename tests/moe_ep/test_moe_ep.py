@@ -45,8 +45,9 @@ def test_what_vllm_reads():
     for name, nbytes in sizes.items():
         number_format = None if name is None else QuantFormat[name]
         assert MoEEpCommParams(4, 2, 8, 128, None, number_format).dispatch_bytes_per_token == nbytes
-    odd = {"DeepSeekFp8": 104, "MXFP8": 104, "NVFP4": 57, "MXFP4": 54}  # blocks that are not whole count as whole
-    assert all(MoEEpCommParams(4, 2, 8, 100, None, QuantFormat[k]).dispatch_bytes_per_token == n for k, n in odd.items())
+    # Blocks that are not whole count as whole.
+    for name, nbytes in {"DeepSeekFp8": 104, "MXFP8": 104, "NVFP4": 57, "MXFP4": 54}.items():
+        assert MoEEpCommParams(4, 2, 8, 100, None, QuantFormat[name]).dispatch_bytes_per_token == nbytes
     assert MoEEpCommParams(4, 2, 8, 100, torch.float32).dispatch_bytes_per_token == 400
     assert hasattr(MoEEpCommParams, "dispatch_format") and NVLinkOneSidedAlltoAll.is_platform_supported()
     assert available_communication_backends() == ["nvlink_one_sided"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashinfer.mamba import selective_state_update, ssd_combined_fwd
+from flashinfer.mamba import SSDCombined, selective_state_update, ssd_combined_fwd
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 
@@ -303,3 +303,34 @@ def test_inside_other_defaults(device):
         found, final = prompt.run(states)
     assert_bitwise(found, expected)
     assert_bitwise(final, last)
+
+
+@pytest.mark.parametrize("kind", ["cute", "cake"])
+def test_a_layer_by_upstreams_class(device, kind):
+    """Sizes and dtypes are the layer's; "cute" writes chunks of each head, and gives tokens of them."""
+    prompt = Prompt([100, 156], device, heads=4, groups=2, dim=16, dstate=32, dtype=BF16)
+    of_tokens = torch.repeat_interleave(torch.arange(2, device=device), torch.tensor([100, 156], device=device))[None]
+    cut = [torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 0, 1], [0, 100, 0])]
+    layer = SSDCombined(128, 4, 16, 32, 2, state_dtype=torch.float32, has_initial_states=True, has_varlen=True,
+                        has_z=True, backend=kind)  # fmt: skip
+    states = prompt.states()
+    out = torch.full((1, 4, 16, 2, 128) if kind == "cute" else prompt.x.shape, POISON, dtype=BF16, device=device)
+    more = dict(z=prompt.z, dt_bias=prompt.bias, dt_softplus=True, initial_states=states, seq_idx=of_tokens)
+    given = prompt.x, prompt.dt, prompt.A, prompt.B, prompt.C, prompt.D
+    found, final = layer.run(*given, chunk_indices=cut[0], chunk_offsets=cut[1], out=out, **more)
+    rows = out.permute(0, 3, 4, 1, 2).reshape(prompt.x.shape) if kind == "cute" else out
+    assert_bitwise(found, rows)
+    assert found.data_ptr() == out.data_ptr() and final.dtype == torch.float32
+    for i in range(2):
+        prompt.near(i, states[i], found, final[i])
+    first = layer.compute_seq_chunk_cumsum(of_tokens, *cut, 128, 2)
+    assert first.tolist() == [0, 1, 3] and first.dtype == torch.int32 and layer.tile_state_size(2) == 0
+    plain = SSDCombined(64, 4, 16, 32, 2, has_d=False, backend=kind)
+    out, final = plain.run(*given[:5], dt_bias=prompt.bias)
+    assert out.shape == prompt.x.shape and final.shape == (1, 4, 16, 32) and final.dtype == BF16
+    for change, name in (({"D": prompt.D}, "D"), ({"z": prompt.z}, "z"), ({"seq_idx": of_tokens}, "seq_idx"),
+                         ({"x": prompt.x.float()}, "x"), ({"out": prompt.x[:, :64]}, "out")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            plain.run(**dict(zip(("x", "dt", "A", "B", "C"), given)) | change)
+    with pytest.raises(ValueError, match="^ngroups: got 3"):
+        SSDCombined(128, 4, 16, 32, 3)
