@@ -286,6 +286,7 @@ class SSDCombined:
         self._wide_d, self._backend = d_has_hdim, backend
         self._has = {"D": has_d, "z": has_z, "initial_states": has_initial_states, "seq_idx": has_varlen}
 
+    @checked
     def run(
         self,
         x: torch.Tensor,
@@ -360,6 +361,7 @@ class SSDCombined:
             chunk_size=self.chunk_size,
         )  # fmt: skip
 
+    @checked
     def compute_seq_chunk_cumsum(
         self,
         seq_idx: torch.Tensor,
@@ -390,10 +392,18 @@ class SSDCombined:
         Raises
         ------
         ValueError
-            Another shape or dtype of `seq_chunk_cumsum`, or no count.
+            A shape, dtype, device or number other than the above.
         """
         require(num_seqs >= 0, "num_seqs", num_seqs, "at least 0")
-        of_tokens = seq_idx.reshape(-1)
+        check_chunk(chunk_size)
+        same_device(seq_idx=seq_idx, chunk_indices=chunk_indices, chunk_offsets=chunk_offsets,
+                    seq_chunk_cumsum=seq_chunk_cumsum)  # fmt: skip
+        require(seq_idx.dim() == 2, "seq_idx", f"shape {tuple(seq_idx.shape)}", "[1, tokens]")
+        like("seq_idx", seq_idx, (1, seq_idx.shape[1]), INDEX)
+        like("chunk_indices", chunk_indices, (chunk_indices.numel(),), (torch.int32,))
+        like("chunk_offsets", chunk_offsets, chunk_indices.shape, (torch.int32,))
+        of_tokens = seq_idx[0].contiguous()
+        require(len(of_tokens) > 0 or not len(chunk_indices), "seq_idx", "no tokens", "tokens, where there are segments")
         if seq_chunk_cumsum is None:
             seq_chunk_cumsum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_idx.device)
         like("seq_chunk_cumsum", seq_chunk_cumsum, (num_seqs + 1,), (torch.int32,))
@@ -401,6 +411,7 @@ class SSDCombined:
         return seq_chunk_cumsum.copy_(first_segments(of_tokens, numbers, chunk_indices, chunk_offsets, chunk_size))
 
     @staticmethod
+    @checked
     def tile_state_size(num_seqs: int) -> int:
         """Bytes of the scratch of `compute_seq_chunk_cumsum`: none is needed.
 

@@ -1,5 +1,6 @@
 """Block-sparse attention in three steps, scores, selection, attention, each against its definition in float64."""
 
+import contextlib
 import math
 
 import pytest
@@ -158,12 +159,13 @@ class NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tokens", (1, 3))
-def test_a_count_of_blocks_is_not_waited_for(tokens, device):
+def test_a_count_of_blocks_is_not_waited_for(tokens, device, pytestconfig):
     """A decode batch of one token counts its blocks by a tensor of one element, inside CUDA graphs."""
     scores = torch.arange(4.0, device=device).view(1, 4, 1).expand(1, 4, tokens).contiguous()
     for count in (torch.tensor([3]), torch.tensor(3), torch.full((tokens,), 3)):
         count = count.int().to(device)
-        with NoWaiting():
+        # Hostile calls compare values while they are made.
+        with NoWaiting() if pytestconfig.getoption("hostile") == "0" else contextlib.nullcontext():
             got = msa_topk_select(scores, 2, count, force_begin_blocks=1)
         assert got.tolist() == [[[0, 2]]] * tokens
 
