@@ -403,7 +403,8 @@ class SSDCombined:
         like("chunk_indices", chunk_indices, (chunk_indices.numel(),), (torch.int32,))
         like("chunk_offsets", chunk_offsets, chunk_indices.shape, (torch.int32,))
         of_tokens = seq_idx[0].contiguous()
-        require(len(of_tokens) > 0 or not len(chunk_indices), "seq_idx", "no tokens", "tokens, where there are segments")
+        there = len(of_tokens) > 0 or not len(chunk_indices)
+        require(there, "seq_idx", "no tokens", "tokens, where there are segments")
         if seq_chunk_cumsum is None:
             seq_chunk_cumsum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_idx.device)
         like("seq_chunk_cumsum", seq_chunk_cumsum, (num_seqs + 1,), (torch.int32,))
