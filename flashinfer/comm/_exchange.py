@@ -18,6 +18,8 @@ from flashinfer.ops.comm.spoil import spoiled
 
 # The space behind a workspace tensor, by its address; it lives as long as the tensor, which holds it.
 _SPACES: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
+# The workspaces of layers, by ranks and sizes; each lives as long as a layer that has it.
+_SHARED: weakref.WeakValueDictionary[tuple, Shared] = weakref.WeakValueDictionary()
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -184,3 +186,56 @@ def allocate(ranks: Ranks, nbytes: int, most: int, stats_experts: int = 0) -> di
         "workspace": workspace, "metainfo": metainfo(space, most), "max_num_tokens": most,
         "workspace_size_per_rank": nbytes, "ep_rank": ranks.rank, "ep_size": ranks.size,
     }  # fmt: skip
+
+
+class Shared:
+    """A workspace of layers that take turns: one dispatches and combines, then another.
+
+    Attributes
+    ----------
+    space, workspace, metainfo
+        Its memory; None while that is given up.
+    layers : WeakSet
+        Who has it.
+    opened : tuple or None
+        The last dispatch, if it waits for its combine: a weakref to the layer, then what the layer keeps of it.
+    """
+
+    space: Space | None = None
+    workspace: torch.Tensor | None = None
+    metainfo: torch.Tensor | None = None
+
+    def __init__(self, nbytes: int, most: int, stats_experts: int):
+        self._sizes, self._key = (nbytes, most, stats_experts), None
+        self.layers: weakref.WeakSet = weakref.WeakSet()
+        self.opened: tuple | None = None
+
+    def open(self, ranks: Ranks) -> None:
+        made = allocate(ranks, *self._sizes)
+        self.workspace, self.metainfo = made["workspace"], made["metainfo"]
+        self.space = _SPACES[made["workspace"].data_ptr()]
+        self._key = _key(ranks, self._sizes)
+        _SHARED[self._key] = self
+
+    def close(self) -> None:
+        if _SHARED.get(self._key) is self:
+            del _SHARED[self._key]
+        space, self.space, self.workspace, self.metainfo, self.opened = self.space, None, None, None, None
+        if space is not None:
+            space.close()
+
+
+def _key(ranks: Ranks, sizes: tuple) -> tuple:
+    # Whose it is names nobody else as long as the space, which holds the ranks, is there.
+    return ranks.whose, ranks.rank, ranks.size, own_device(), *sizes
+
+
+def shared(ranks: Ranks, nbytes: int, most: int, stats_experts: int = 0) -> Shared:
+    """The workspace that layers of these ranks and sizes have, or a new one. A collective call."""
+    found = _SHARED.get(_key(ranks, (nbytes, most, stats_experts)))
+    # A rank may have forgotten its layers earlier than another.
+    if all(ranks.gather(found is not None)) and found is not None:
+        return found
+    made = Shared(nbytes, most, stats_experts)
+    made.open(ranks)
+    return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from flashinfer._core.checks import present, require
@@ -13,6 +15,7 @@ from flashinfer.comm._exchange import (
     only,
     ranks_of_experts,
     sanitize_in,
+    shared,
 )
 from flashinfer.comm._moe_a2a import (
     check_stats,
@@ -26,12 +29,12 @@ from flashinfer.comm._moe_a2a import (
 from flashinfer.comm.comm_backend import CommBackend
 from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.mnnvl import MnnvlConfig
-from flashinfer.ops.comm.meeting import Ranks
+from flashinfer.ops.comm.alltoall.space import Space
 from flashinfer.tllm_enums import SfLayout
 
 
 class MoeAlltoAll:
-    """Tokens to the ranks of their experts and back, with a workspace of its own. A collective constructor.
+    """Tokens to the ranks of their experts and back. A collective constructor.
 
     Parameters
     ----------
@@ -54,8 +57,10 @@ class MoeAlltoAll:
 
     Notes
     -----
-    Calls alternate: `dispatch`, then `combine`. Waits end after `deadline` seconds (10; it may be set), and the call
-    after that raises TimeoutError with the rank that was waited for; `reset()` on every rank makes it usable again.
+    Objects of the same ranks, workspace size, max_num_tokens and eplb_stats_num_experts have one workspace, so layers
+    take turns: calls alternate, `dispatch`, then `combine` of the same object; a dispatch of another one in between
+    takes the combine's place. Waits end after `deadline` seconds (10; it may be set), and the call after that raises
+    TimeoutError with the rank that was waited for; `reset()` on every rank makes it usable again.
     """
 
     @classmethod
@@ -168,22 +173,39 @@ class MoeAlltoAll:
             workspace_size_per_rank = self.get_moe_workspace_size_per_rank(
                 self.ep_size, top_k, max_num_tokens, hidden_size, 0, eplb_stats_num_experts
             )
-        self.workspace_size_per_rank, self._stats_experts = workspace_size_per_rank, eplb_stats_num_experts
+        self.workspace_size_per_rank = workspace_size_per_rank
         comm_backend = None if mnnvl_config is None else mnnvl_config.comm_backend
-        self._open(ranks_of_experts(comm_backend, self.ep_rank, self.ep_size))
-
-    def _open(self, ranks: Ranks) -> None:
-        made = allocate(ranks, self.workspace_size_per_rank, self.max_num_tokens, self._stats_experts)
-        self.workspace, self.metainfo = made["workspace"], made["metainfo"]
-        self._space = self.workspace.space
-        # Tokens and runtime maximum of the dispatch that waits for its combine, and where its rows go.
-        self._open_dispatch: tuple[int, int, int] | None = None
+        ranks = ranks_of_experts(comm_backend, self.ep_rank, self.ep_size)
+        self._shared = shared(ranks, workspace_size_per_rank, max_num_tokens, eplb_stats_num_experts)
+        self._shared.layers.add(self)
         self._has_stats = False
+
+    @property
+    def _space(self) -> Space:
+        if self._shared.space is None or self not in self._shared.layers:
+            raise RuntimeError("MoeAlltoAll: its memory is given up; checkpoint_restore gets it again")
+        return self._shared.space
+
+    @property
+    def workspace(self) -> torch.Tensor | None:
+        """uint8 [ep_size, bytes]: what the functions of this module take; None while the memory is given up."""
+        return self._shared.workspace
+
+    @property
+    def metainfo(self) -> torch.Tensor | None:
+        """int64 on the CPU: what the functions of this module take with `workspace`."""
+        return self._shared.metainfo
 
     @property
     def capability(self):
         """How ranks exchange, and why."""
         return self._space.capability
+
+    @property
+    def opened(self) -> tuple[int, int, int] | None:
+        """Tokens, runtime maximum and the byte offset of rows to combine of the dispatch that waits for its combine."""
+        opened = self._shared.opened
+        return opened[1:] if opened is not None and opened[0]() is self else None
 
     @property
     def deadline(self) -> float:
@@ -222,21 +244,22 @@ class MoeAlltoAll:
 
     def reset(self) -> None:
         """Make it usable after an error; a dispatch without a combine is forgotten. A collective call."""
-        self._open_dispatch = None
+        self._shared.opened = None
         self._space.link.reset()
 
     def checkpoint_prepare(self) -> None:
         """Give up the memory that is shared, so that the process can be checkpointed. No dispatch may be open.
 
-        It raises what went wrong in an earlier call, as `check` does.
+        It raises what went wrong in an earlier call, as `check` does. Once for all objects of a workspace is enough.
         """
+        if self._shared.space is None:
+            return
         self._check_closed()
         self.check()
-        del self.workspace
-        self._space.close()
+        self._shared.close()
 
     def checkpoint_restore(self, comm_backend: CommBackend) -> None:
-        """Allocate again after `checkpoint_prepare`. A collective call.
+        """Allocate again after `checkpoint_prepare`. A collective call; once for all objects of a workspace is enough.
 
         Parameters
         ----------
@@ -250,26 +273,32 @@ class MoeAlltoAll:
         TimeoutError
             A rank did not come within the deadline of set-ups.
         """
-        self._open(ranks_of_experts(comm_backend, self.ep_rank, self.ep_size))
+        self._shared.layers.add(self)
+        if self._shared.space is None:
+            self._shared.open(ranks_of_experts(comm_backend, self.ep_rank, self.ep_size))
 
     def destroy(self) -> None:
-        """Free the memory. Peers must be done with it.
+        """Free the memory, if no other object has the workspace. Peers must be done with it.
 
         It raises what went wrong in an earlier call and nothing has raised yet; the memory is freed then, too.
         """
-        link, self._open_dispatch = self._space.link, None
-        if not hasattr(self, "workspace"):
+        layers, space = self._shared.layers, self._shared.space
+        if self not in layers:
             return
-        del self.workspace
+        layers.remove(self)
+        if self.opened is not None:
+            self._shared.opened = None
         try:
-            link.settle()
-            if not link.reported:
-                link.check()
+            if space is not None:
+                space.link.settle()
+                if not space.link.reported:
+                    space.link.check()
         finally:
-            self._space.close()
+            if not layers:
+                self._shared.close()
 
     def _check_closed(self) -> None:
-        if self._open_dispatch is not None:
+        if self.opened is not None:
             raise RuntimeError("MoeAlltoAll: a dispatch waits for its combine")
 
     def dispatch(
@@ -312,24 +341,25 @@ class MoeAlltoAll:
         ValueError
             An argument other than the above.
         RuntimeError
-            The dispatch before has had no combine.
+            This object's dispatch before has had no combine.
         TimeoutError
             An earlier call waited in vain for a rank.
         """
         only("active_rank_mask", active_rank_mask, None)
+        space = self._space
         self._check_closed()
         named = (invalid_token_expert_id is None) == (expert_id_payload_index is None)
         require(named, "expert_id_payload_index", expert_id_payload_index, "given with invalid_token_expert_id")
-        self._space.link.check()
+        space.link.check()
         most = runtime_max_tokens_per_rank
         received, at = dispatch_in(
-            self._space, token_selected_experts, input_payloads, most, self.top_k, self.num_experts,
+            space, token_selected_experts, input_payloads, most, self.top_k, self.num_experts,
             local_stats=eplb_local_stats,
         )  # fmt: skip
         self._has_stats = eplb_local_stats is not None
-        self._open_dispatch = len(token_selected_experts), most, at
+        self._shared.opened = weakref.ref(self), len(token_selected_experts), most, at
         if invalid_token_expert_id is not None and expert_id_payload_index is not None:
-            sanitize_in(self._space, received[expert_id_payload_index], invalid_token_expert_id)
+            sanitize_in(space, received[expert_id_payload_index], invalid_token_expert_id)
         return received
 
     def combine(
@@ -373,20 +403,21 @@ class MoeAlltoAll:
         ValueError
             An argument other than the above.
         RuntimeError
-            No dispatch waits for a combine.
+            No dispatch of this object waits for a combine, or another one with the workspace has dispatched since.
         TimeoutError
             An earlier call waited in vain for a rank.
         """
-        if self._open_dispatch is None:
-            raise RuntimeError("MoeAlltoAll: a combine comes after a dispatch")
-        tokens, most, at = self._open_dispatch
+        opened = self.opened
+        if opened is None:
+            raise RuntimeError("MoeAlltoAll: a combine comes after a dispatch, the last one with the workspace")
+        tokens, most, at = opened
         only("runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, most)
         result = moe_a2a_combine(
             payload, tokens, self.workspace, self.metainfo, most, self.ep_rank, self.ep_size, self.top_k,
             at - self._space.counts_at, payload_in_workspace, output_dtype, output_scales, output_scalar_scale,
             sf_layout, output, use_low_precision=use_low_precision, active_rank_mask=active_rank_mask,
         )  # fmt: skip
-        self._open_dispatch = None
+        self._shared.opened = None
         return result
 
     def get_combine_payload_tensor_in_workspace(
@@ -413,11 +444,12 @@ class MoeAlltoAll:
         ValueError
             Another maximum than the dispatch's, or too few bytes.
         RuntimeError
-            No dispatch waits for a combine.
+            No dispatch of this object waits for a combine, or another one with the workspace has dispatched since.
         """
-        if self._open_dispatch is None:
+        opened = self.opened
+        if opened is None:
             raise RuntimeError("MoeAlltoAll: the place of rows to combine is known after a dispatch")
-        _, most, at = self._open_dispatch
+        _, most, at = opened
         only("runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, most)
         shape = (self.ep_size, most, hidden_size)
         self._space.check_room(at + torch.Size(shape).numel() * dtype.itemsize)

@@ -39,9 +39,10 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
 
     Notes
     -----
-    Waits end after `alltoall.deadline` seconds, and `check` says what went wrong. A dispatch without
-    max_tokens_per_rank has results of one shape, for CUDA graphs and low latency; with it, results are as large as the
-    busiest rank needs, for throughput.
+    Objects of the same ranks and sizes have one workspace and take turns, each with a dispatch and its combine. Waits
+    end after `alltoall.deadline` seconds, and `check` says what went wrong. A dispatch without max_tokens_per_rank has
+    results of one shape, for CUDA graphs and low latency; with it, results are as large as the busiest rank needs, for
+    throughput.
 
     Examples
     --------
@@ -82,8 +83,6 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
                 mapping, params.max_tokens_per_rank, params.top_k, params.num_experts, size,
                 mnnvl_config=MnnvlConfig(comm_backend=backend), eplb_stats_num_experts=stats,
             )  # fmt: skip
-        # Tokens a rank of the dispatch that waits for its combine.
-        self._open: int | None = None
 
     @classmethod
     def is_platform_supported(cls) -> bool:
@@ -171,7 +170,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
             A rank did not come within the deadline.
         """
         require(active_rank_mask is None, "active_rank_mask", "a mask", "None")
-        if self._open is not None:
+        if self.alltoall.opened is not None:
             raise RuntimeError("NVLinkOneSidedAlltoAll: a dispatch waits for its combine")
         params = self.params
         most = params.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
@@ -193,7 +192,6 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
             payloads["ids"], list(payloads.values()), most, params.invalid_expert_id, list(payloads).index("ids"),
             eplb_local_stats,
         )  # fmt: skip
-        self._open = most
         got = {name: x.flatten(0, 1) for name, x in zip(payloads, received, strict=True)}
         return MoEEpDispatchResult(
             got["rows"], got["ids"], got.get("weights"), most, got.get("scale"), self.alltoall.eplb_gathered_stats
@@ -274,18 +272,17 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         require(narrow, "expert_output", expert_output.dtype, f"{self.params.token_dtype}, or as wide")
         place = self.alltoall.get_combine_payload_tensor_in_workspace(most, hidden, expert_output.dtype)
         in_place = place.data_ptr() == expert_output.data_ptr()
-        result = self.alltoall.combine(payload, most, payload_in_workspace=in_place, output=output)
-        self._open = None
-        return result
+        return self.alltoall.combine(payload, most, payload_in_workspace=in_place, output=output)
 
     def _most(self) -> int:
-        if self._open is None:
+        opened = self.alltoall.opened
+        if opened is None:
             raise RuntimeError("NVLinkOneSidedAlltoAll: a combine comes after a dispatch")
-        return self._open
+        return opened[1]
 
     def destroy(self) -> None:
         """Free the memory; once is enough. It raises what went wrong in an earlier call and nothing has raised yet."""
-        alltoall, self._alltoall, self._open = self._alltoall, None, None
+        alltoall, self._alltoall = self._alltoall, None
         if alltoall is not None:
             alltoall.destroy()
 

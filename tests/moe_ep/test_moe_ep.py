@@ -174,6 +174,16 @@ def test_calls_out_of_turn(device):
     with pytest.raises(ValueError, match="expert_output: got torch.float32"):
         ep.combine(out.float())
     ep.combine(out)
+    ep.dispatch(X.to(device), IDS.to(device))
+    ep.alltoall.reset()
+    ep.dispatch(X.to(device), IDS.to(device))
+    other = alone()
+    other.dispatch(X.to(device), IDS.to(device))
+    with pytest.raises(RuntimeError, match="a combine comes after a dispatch"):
+        ep.combine(out)
+    other.combine(out)
+    ep.dispatch(X.to(device), IDS.to(device))
+    ep.combine(out)
     ep.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
         ep.dispatch(X.to(device), IDS.to(device))

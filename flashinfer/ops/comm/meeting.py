@@ -138,11 +138,14 @@ class Ranks:
         None where only a backend object is given.
     session : str
         The name of the current rendezvous, the same on every rank; '' before the first.
+    whose : int
+        Which processes they are: the identity of the group, else of the backend object, which this object holds.
     """
 
     def __init__(self, group=None, backend=None):
         group = getattr(backend, "_group", None) if group is None else group
         self.group, self._backend = group, backend
+        self.whose = id(backend if group is None else group)
         if group is not None:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             require(self.rank >= 0, "group", "a group without this process", "a group that has it")

@@ -19,7 +19,7 @@ class Ranks:
     """Ranks that nobody has to ask."""
 
     def __init__(self, rank, size):
-        self.rank, self.size, self.group = rank, size, None
+        self.rank, self.size, self.group, self.whose = rank, size, None, 0
 
     def meet(self, operation, deadline=0):
         pass

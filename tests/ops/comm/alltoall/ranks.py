@@ -26,9 +26,11 @@ def exchange(rank, world, device, most=16):
 
 def layers(rank, world, device):
     """Dispatches and combines with tokens that are uneven, none, or many; blocks; the process's own graph."""
-    a2a = exchange(rank, world, device)
-    print(a2a.capability.transport)
+    both = [exchange(rank, world, device) for _ in range(2)]
+    assert both[0].workspace.data_ptr() == both[1].workspace.data_ptr()
+    print(both[0].capability.transport)
     for seed, (counts, most) in enumerate(TURNS):
+        a2a = both[seed // 2]
         dtype = (torch.bfloat16, torch.float32)[seed % 2]
         everyone = [cases.inputs(r, world, counts[r % len(counts)], dtype, device, seed) for r in range(world)]
         x, ids, weights = everyone[rank]
@@ -45,8 +47,22 @@ def layers(rank, world, device):
             y = place.copy_(y)
         out = a2a.combine(y, most, payload_in_workspace=in_place)
         cases.check(out, rank, everyone, world)
+    forgotten(rank, world, device)
     blocks(rank, world, device)
     older(rank, world, device)
+
+
+def forgotten(rank, world, device):
+    """A workspace that some ranks have no more is not what the next layer gets."""
+    before = exchange(rank, world, device, most=4)
+    if rank:
+        del before
+    a2a = exchange(rank, world, device, most=4)
+    assert rank or a2a.workspace.data_ptr() != before.workspace.data_ptr()
+    everyone = [cases.inputs(r, world, 3, torch.float32, device) for r in range(world)]
+    received = a2a.dispatch(everyone[rank][1], cases.payloads(*everyone[rank]), 4, cases.INVALID, 1)
+    cases.check_received(received, rank, everyone)
+    cases.check(a2a.combine(cases.compute(received, rank), 4), rank, everyone, world)
 
 
 def blocks(rank, world, device):

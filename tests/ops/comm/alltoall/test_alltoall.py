@@ -162,6 +162,52 @@ def test_a_group_of_one(device):
     assert a.dispatch(everyone[0][1], [everyone[0][0]], 8)[0].shape == (1, 8, cases.HIDDEN)
 
 
+def test_layers_take_turns_with_one_workspace(device):
+    """SGLang makes an object for each layer, with the same sizes."""
+    first, second, larger = alone(device), alone(device), alone(device, 9)
+    at = first.workspace.data_ptr()
+    assert second.workspace.data_ptr() == at != larger.workspace.data_ptr()
+    everyone = [cases.inputs(0, 1, 6, torch.float32, device)]
+    given = everyone[0][1], cases.payloads(*everyone[0]), 8
+    y = torch.zeros(1, 8, cases.HIDDEN, device=device)
+    for layer in (first, second, first, larger):
+        received = layer.dispatch(*given, cases.INVALID, 1)
+        cases.check_received(received, 0, everyone)
+        cases.check(layer.combine(cases.compute(received, 0), 8), 0, everyone, 1)
+    first.dispatch(*given)
+    with pytest.raises(RuntimeError, match="a combine comes after a dispatch, the last one with the workspace"):
+        second.combine(y, 8)
+    received = second.dispatch(*given, cases.INVALID, 1)
+    with pytest.raises(RuntimeError, match="a combine comes after a dispatch, the last one with the workspace"):
+        first.combine(y, 8)
+    with pytest.raises(RuntimeError, match="is known after a dispatch"):
+        first.get_combine_payload_tensor_in_workspace(8, cases.HIDDEN, torch.float32)
+    first.destroy()
+    with pytest.raises(RuntimeError, match="its memory is given up"):
+        first.dispatch(*given)
+    cases.check(second.combine(cases.compute(received, 0), 8), 0, everyone, 1)
+    first.destroy()
+    second.destroy()
+    assert second.workspace is None
+
+
+def test_one_object_gives_memory_up_for_all_that_have_it(device):
+    first, second = alone(device), alone(device)
+    everyone = [cases.inputs(0, 1, 6, torch.float32, device)]
+    given = everyone[0][1], cases.payloads(*everyone[0]), 8
+    first.checkpoint_prepare()
+    second.checkpoint_prepare()
+    assert second.workspace is None
+    with pytest.raises(RuntimeError, match="its memory is given up"):
+        second.dispatch(*given)
+    meanwhile = alone(device)
+    second.checkpoint_restore(None)
+    at = first.workspace.data_ptr()
+    first.checkpoint_restore(None)
+    assert at == first.workspace.data_ptr() == second.workspace.data_ptr() != meanwhile.workspace.data_ptr()
+    cases.check_received(first.dispatch(*given, cases.INVALID, 1), 0, everyone)
+
+
 def test_the_older_function_alone(device):
     ranks.older(0, 1, device)
 
