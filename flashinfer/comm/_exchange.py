@@ -193,36 +193,33 @@ class Shared:
 
     Attributes
     ----------
-    space, workspace, metainfo
-        Its memory; None while that is given up.
+    memory : tuple or None
+        The space, the workspace and its metainfo; None while they are given up.
     layers : WeakSet
         Who has it.
     opened : tuple or None
         The last dispatch, if it waits for its combine: a weakref to the layer, then what the layer keeps of it.
     """
 
-    space: Space | None = None
-    workspace: torch.Tensor | None = None
-    metainfo: torch.Tensor | None = None
-
     def __init__(self, nbytes: int, most: int, stats_experts: int):
-        self._sizes, self._key = (nbytes, most, stats_experts), None
+        self.memory: tuple[Space, torch.Tensor, torch.Tensor] | None = None
+        self._sizes, self._key = (nbytes, most, stats_experts), ()
         self.layers: weakref.WeakSet = weakref.WeakSet()
         self.opened: tuple | None = None
 
     def open(self, ranks: Ranks) -> None:
         made = allocate(ranks, *self._sizes)
-        self.workspace, self.metainfo = made["workspace"], made["metainfo"]
-        self.space = _SPACES[made["workspace"].data_ptr()]
+        workspace = made["workspace"]
+        self.memory = _SPACES[workspace.data_ptr()], workspace, made["metainfo"]
         self._key = _key(ranks, self._sizes)
         _SHARED[self._key] = self
 
     def close(self) -> None:
         if _SHARED.get(self._key) is self:
             del _SHARED[self._key]
-        space, self.space, self.workspace, self.metainfo, self.opened = self.space, None, None, None, None
-        if space is not None:
-            space.close()
+        memory, self.memory, self.opened = self.memory, None, None
+        if memory is not None:
+            memory[0].close()
 
 
 def _key(ranks: Ranks, sizes: tuple) -> tuple:

@@ -180,21 +180,24 @@ class MoeAlltoAll:
         self._shared.layers.add(self)
         self._has_stats = False
 
+    def _memory(self) -> tuple[Space, torch.Tensor, torch.Tensor]:
+        if self._shared.memory is None or self not in self._shared.layers:
+            raise RuntimeError("MoeAlltoAll: its memory is given up; checkpoint_restore gets it again")
+        return self._shared.memory
+
     @property
     def _space(self) -> Space:
-        if self._shared.space is None or self not in self._shared.layers:
-            raise RuntimeError("MoeAlltoAll: its memory is given up; checkpoint_restore gets it again")
-        return self._shared.space
+        return self._memory()[0]
 
     @property
-    def workspace(self) -> torch.Tensor | None:
-        """uint8 [ep_size, bytes]: what the functions of this module take; None while the memory is given up."""
-        return self._shared.workspace
+    def workspace(self) -> torch.Tensor:
+        """uint8 [ep_size, bytes]: what the functions of this module take. RuntimeError while the memory is given up."""
+        return self._memory()[1]
 
     @property
-    def metainfo(self) -> torch.Tensor | None:
+    def metainfo(self) -> torch.Tensor:
         """int64 on the CPU: what the functions of this module take with `workspace`."""
-        return self._shared.metainfo
+        return self._memory()[2]
 
     @property
     def capability(self):
@@ -252,7 +255,7 @@ class MoeAlltoAll:
 
         It raises what went wrong in an earlier call, as `check` does. Once for all objects of a workspace is enough.
         """
-        if self._shared.space is None:
+        if self._shared.memory is None:
             return
         self._check_closed()
         self.check()
@@ -274,7 +277,7 @@ class MoeAlltoAll:
             A rank did not come within the deadline of set-ups.
         """
         self._shared.layers.add(self)
-        if self._shared.space is None:
+        if self._shared.memory is None:
             self._shared.open(ranks_of_experts(comm_backend, self.ep_rank, self.ep_size))
 
     def destroy(self) -> None:
@@ -282,17 +285,18 @@ class MoeAlltoAll:
 
         It raises what went wrong in an earlier call and nothing has raised yet; the memory is freed then, too.
         """
-        layers, space = self._shared.layers, self._shared.space
+        layers, memory = self._shared.layers, self._shared.memory
         if self not in layers:
             return
         layers.remove(self)
         if self.opened is not None:
             self._shared.opened = None
         try:
-            if space is not None:
-                space.link.settle()
-                if not space.link.reported:
-                    space.link.check()
+            if memory is not None:
+                link = memory[0].link
+                link.settle()
+                if not link.reported:
+                    link.check()
         finally:
             if not layers:
                 self._shared.close()
