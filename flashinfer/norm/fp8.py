@@ -35,8 +35,7 @@ def rmsnorm_quant(
         Receives the result; shape of `input`, float8_e4m3fn or float8_e5m2, any strides. Rounded to nearest even; what
         is beyond the format's largest value becomes that.
     input : torch.Tensor
-        [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a
-        GPU.
+        [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides.
     weight : torch.Tensor
         [hidden]; bfloat16, float16 or float32.
     scale : torch.Tensor or float
@@ -241,8 +240,8 @@ def fused_rmsnorm_silu(
     Parameters
     ----------
     input : torch.Tensor
-        [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a
-        GPU.
+        [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on
+        a GPU for NVFP4.
     weight : torch.Tensor
         [hidden]; bfloat16, float16 or float32.
     eps : float
@@ -253,7 +252,7 @@ def fused_rmsnorm_silu(
         of 16.
     block_scale : torch.Tensor, optional
         For NVFP4, receives the scale of each 16 columns: [..., hidden / 16], float8_e4m3fn, contiguous. It is allocated
-        by default. Other formats have none, and it is refused.
+        by default. Other formats have none, and leave it alone.
 
     Returns
     -------
@@ -279,7 +278,6 @@ def fused_rmsnorm_silu(
     """
     if out is not None and out.dtype == FP4:
         return to_fp4(input, None, weight, out, block_scale, None, eps, 16, None, "linear", after="silu")[:2]
-    require(block_scale is None, "block_scale", "a tensor", "None, unless out is float4_e2m1fn_x2")
     out = torch.empty_like(input) if out is None else out
     if out.dtype == torch.float8_e4m3fn:
         quantised(input, None, weight, out, None, None, None, None, [eps, 1.0], "fp8e4nv", "", "silu", pdl=True)

@@ -20,8 +20,8 @@ def rmsnorm_sigmoid_gate(
     Parameters
     ----------
     input : torch.Tensor
-        [rows, head_dim] or [rows, heads, head_dim]; bfloat16, float16 or float32, any strides, any head_dim (up to
-        32768 on a GPU). Overwritten with the result.
+        [rows, head_dim] or [rows, heads, head_dim]; bfloat16, float16 or float32, any strides, any head_dim.
+        Overwritten with the result.
     gate : torch.Tensor
         Shape and dtype of `input`, any strides.
     eps : float
@@ -68,7 +68,7 @@ def supports_rmsnorm_sigmoid_gate(
     head_dim : int
         Their length, in elements.
     device : torch.device or str, optional
-        No difference, but that a CPU has no longest row.
+        No difference.
 
     Returns
     -------
@@ -80,8 +80,7 @@ def supports_rmsnorm_sigmoid_gate(
     >>> flashinfer.supports_rmsnorm_sigmoid_gate(torch.bfloat16, 128)
     True
     """
-    longest = head_dim if device is not None and torch.device(device).type == "cpu" else room.LONGEST
-    return dtype in ROW_DTYPES and 0 < head_dim <= longest
+    return dtype in ROW_DTYPES and head_dim > 0
 
 
 @checked

@@ -25,8 +25,7 @@ def rmsnorm(
     Parameters
     ----------
     input : torch.Tensor
-        [rows, hidden], or [batch, heads, hidden] as QK-norm has it; bfloat16, float16 or float32, any strides. hidden
-        up to 32768 on a GPU.
+        [rows, hidden], or [batch, heads, hidden] as QK-norm has it; bfloat16, float16 or float32, any strides.
     weight : torch.Tensor
         [hidden]; bfloat16, float16 or float32.
     eps : float
@@ -76,8 +75,7 @@ def gemma_rmsnorm(
     Parameters
     ----------
     input : torch.Tensor
-        [rows, hidden], or [batch, heads, hidden] as QK-norm has it; bfloat16, float16 or float32, any strides. hidden
-        up to 32768 on a GPU.
+        [rows, hidden], or [batch, heads, hidden] as QK-norm has it; bfloat16, float16 or float32, any strides.
     weight : torch.Tensor
         [hidden]; bfloat16, float16 or float32.
     eps : float
@@ -171,7 +169,7 @@ def fused_add_rmsnorm(
     ----------
     input : torch.Tensor
         [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. Overwritten with the
-        normalised sum. hidden up to 32768 on a GPU.
+        normalised sum.
     residual : torch.Tensor
         Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
         it is rounded to the dtype of `residual`.
@@ -219,7 +217,7 @@ def gemma_fused_add_rmsnorm(
     ----------
     input : torch.Tensor
         [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. Overwritten with the
-        normalised sum. hidden up to 32768 on a GPU.
+        normalised sum.
     residual : torch.Tensor
         Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
         it is rounded to the dtype of `residual`.
@@ -255,8 +253,7 @@ def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps:
     Parameters
     ----------
     input : torch.Tensor
-        [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a
-        GPU.
+        [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides.
     gemma : torch.Tensor
         The scale, [hidden]; bfloat16, float16 or float32. The name is upstream's.
     beta : torch.Tensor

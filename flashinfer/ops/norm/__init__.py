@@ -10,9 +10,7 @@ import torch
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.norm import config
-
-LONGEST = 32768
-
+from flashinfer.ops.norm.config import LONGEST
 
 @dataclass(frozen=True)
 class Problem:
@@ -173,9 +171,16 @@ def _too_long(problem, target) -> str:
     return f"rows longer than {LONGEST} do not fit in registers" if problem.block > LONGEST else ""
 
 
-def _variants(portable_config, portable: str = "portable", reference: str = "reference") -> tuple[Variant, ...]:
+def _blocks_too_long(problem, target) -> str:
+    """Longer rows are read in parts, into what has no block scales."""
+    return "" if problem.format in ("", "fp8e4nv", "fp8e5") else _too_long(problem, target)
+
+
+def _variants(
+    portable_config, portable: str = "portable", reference: str = "reference", refuses=_blocks_too_long
+) -> tuple[Variant, ...]:
     return (
-        Variant("portable", f"flashinfer.ops.norm.{portable}", _too_long, portable_config),
+        Variant("portable", f"flashinfer.ops.norm.{portable}", refuses, portable_config),
         Variant("reference", f"flashinfer.ops.norm.{reference}"),
     )
 
@@ -186,13 +191,16 @@ def _catalog(kind: str) -> Iterator[Problem]:
             yield Problem(kind, "bf16", "fp32", block)
         yield Problem(kind, "bf16", "fp32", 4096, format="fp8e4nv", scale="tensor")
         yield Problem(kind, "bf16", "bf16", 1024, format="fp8e5", scale="number")
+        yield Problem(kind, "bf16", "fp32", 2 * LONGEST)
         return
     for dtype in ("bf16", "fp16"):
         for block in (128, 1024, 2048, 4096, 8192):
             yield Problem(kind, dtype, dtype, block)
     for block in (256, 1024, 2048, 4096, 8192):
         yield Problem(kind, "bf16", "bf16", block, gemma=True)
-    yield Problem(kind, "bf16", "bf16", LONGEST)
+    for block in (LONGEST, 2 * LONGEST):
+        yield Problem(kind, "bf16", "bf16", block)
+    yield Problem(kind, "bf16", "bf16", 2 * LONGEST, format="fp8e4nv", scale="tensor")
     yield Problem(kind, "fp32", "fp32", 1024, aligned=False)
     for block in (4096, 8192):
         yield Problem(kind, "bf16", "bf16", block, format="fp8e4nv", scale="tensor")
@@ -227,7 +235,10 @@ def _modulated() -> Iterator[Modulated]:
 rmsnorm = Op("rmsnorm", Problem, _variants(config.portable), lambda: _catalog("rmsnorm"))
 fused_add_rmsnorm = Op("fused_add_rmsnorm", Problem, _variants(config.portable), lambda: _catalog("fused_add_rmsnorm"))
 layernorm = Op("layernorm", Problem, _variants(config.portable), lambda: _catalog("layernorm"))
-gated_residual = Op("gated_residual_rmsnorm", Gated, _variants(config.gated, "gated", "reference_gated"), _gated)
+gated_residual = Op("gated_residual_rmsnorm", Gated, _variants(config.gated, "gated", "reference_gated", _too_long), _gated)
 modulated_layernorm = Op(
-    "modulated_layernorm", Modulated, _variants(config.modulated, "modulated", "reference_modulated"), _modulated
+    "modulated_layernorm",
+    Modulated,
+    _variants(config.modulated, "modulated", "reference_modulated", _too_long),
+    _modulated,
 )

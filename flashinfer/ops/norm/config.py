@@ -14,6 +14,7 @@ class Config:
     weights_first : whether the weights are read before the rows are reduced, or after.
     pdl : dependent launch.
     capability : of the chip, ten times; it decides which instructions quantise. 0 where nothing is quantised.
+    chunk : columns that a program reads at a time, of a row that registers do not hold. 0: they hold it.
     """
 
     rows: int
@@ -21,6 +22,7 @@ class Config:
     weights_first: bool
     pdl: bool
     capability: int = 0
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,15 @@ class Gated:
     pdl: bool
 
 
+# The longest row that the registers of a program hold.
+LONGEST = 32768
+
+
 def portable(problem, target) -> Config:
+    capability = target.capability if problem.format else 0
+    if problem.block > LONGEST:
+        # 32 elements a thread, as below. Not measured.
+        return Config(1, 16, False, problem.pdl and target.pdl, capability, chunk=16384)
     # Short rows are packed until a program moves 2048 elements: 16 for each of 128 threads, two 16-byte accesses of
     # bf16, so that a QK-norm of head_dim 128 is no launch of tiny programs. Not measured.
     rows = max(1, 2048 // problem.block)
@@ -43,7 +53,6 @@ def portable(problem, target) -> Config:
     # program of 32 warps, and the 64 and more of a LayerNorm's float32 weights are not (they spill, by ptxas).
     vectors = 2 if problem.kind == "layernorm" else 1
     weights = vectors * torch_dtype(problem.weight_dtype).itemsize * problem.block // (32 * num_warps)
-    capability = target.capability if problem.format else 0
     return Config(rows, num_warps, weights <= 64 and num_warps <= 16, problem.pdl and target.pdl, capability)
 
 

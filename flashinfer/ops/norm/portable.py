@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm in Triton: a row stays in registers, so every input is read once.
+"""RMSNorm and LayerNorm in Triton: a row stays in registers, so every input is read once. Longer rows: `looped.py`.
 
 Grid: (rows / ROWS), padding of tiled block scales included. Warps: each has a part of every row. Shared memory:
 reductions.
@@ -21,6 +21,7 @@ from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_of
 from flashinfer.ops._device.scales import quantize_blocks, quantize_fp8, scale_offset
 from flashinfer.ops.formats import FORMATS
 from flashinfer.ops.norm import Quantised
+from flashinfer.ops.norm.looped import factor_of, looped_kernel
 
 
 @triton.jit
@@ -119,19 +120,6 @@ def places(x, row, inner, column, strides, UNIT: tl.constexpr):
     return x + (offset[:, None] + column_offset(column, strides.column, UNIT)[None, :])
 
 
-@triton.jit
-def factor_of(scale, SCALE: tl.constexpr, DIVIDES: tl.constexpr):
-    """The scale, or its inverse, rounded once. SCALE: the address of a "tensor", a "number", or "" for 1."""
-    value = tl.full([], 1.0, tl.float32)
-    if SCALE == "tensor":
-        value = tl.load(scale)
-    elif SCALE == "number":
-        value *= scale
-    if DIVIDES and SCALE != "":
-        value = tl.div_rn(tl.full([], 1.0, tl.float32), value)
-    return value
-
-
 def build(problem, config):
     rows, weights = pointer(problem.dtype, problem.aligned), pointer(problem.weight_dtype, problem.aligned)
     codes = pointer("u8", problem.aligned) if problem.format else rows
@@ -155,15 +143,19 @@ def build(problem, config):
         "GEMMA": problem.gemma,
         "AFTER": problem.after,
         "FORMAT": problem.format,
-        "V": FORMATS[problem.format].width if problem.format else 1,
         "SCALE": problem.scale,
-        "LAYOUT": problem.layout,
-        "WEIGHTS_FIRST": config.weights_first,
         "UNIT": unit(problem.dtype, problem.aligned),
-        "ROWS": config.rows,
-        "BLOCK": problem.block,
+        "BLOCK": config.chunk or problem.block,
         "CAPABILITY": config.capability,
         "PDL": config.pdl,
+    }
+    if config.chunk:
+        return Build(looped_kernel, types, constants, num_warps=config.num_warps)
+    constants |= {
+        "V": FORMATS[problem.format].width if problem.format else 1,
+        "LAYOUT": problem.layout,
+        "WEIGHTS_FIRST": config.weights_first,
+        "ROWS": config.rows,
     }
     return Build(norm_kernel, types, constants, num_warps=config.num_warps)
 

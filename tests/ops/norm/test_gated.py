@@ -146,7 +146,7 @@ def test_what_is_refused_is_not_supported(changed, argument):
 def test_supports():
     assert norm.supports_rmsnorm_sigmoid_gate(torch.bfloat16, 64)
     assert norm.supports_rmsnorm_sigmoid_gate(torch.float32, 40000, "cpu")
-    assert not norm.supports_rmsnorm_sigmoid_gate(torch.float32, 40000, "cuda")
+    assert norm.supports_rmsnorm_sigmoid_gate(torch.float32, 40000, "cuda")
     assert not norm.supports_rmsnorm_sigmoid_gate(torch.float8_e4m3fn, 64)
     with pytest.raises(ValueError, match="^gate: got"):
         norm.rmsnorm_sigmoid_gate(torch.ones(2, 8), torch.ones(2, 4))

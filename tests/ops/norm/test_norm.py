@@ -15,7 +15,8 @@ from tests.ops.norm.variants import in_turn, variant  # variant is a fixture
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(1, 1), (3, 7), (5, 640), (2, 3, 128), (33, 64), (0, 64), (2, 0, 64), (4, 255), (3, 5, 40), (1, 32768)]
-LARGE = [(4096, 8192), (1025, 5120), (513, 32768), (77, 32767), (257, 40, 128), (100003, 96)]
+SHAPES += [(2, 40000), (2, 1, 32769), (1, 49152)]  # Rows that registers do not hold.
+LARGE = [(4096, 8192), (1025, 5120), (513, 32768), (77, 32767), (257, 40, 128), (100003, 96), (65, 131080), (9, 99999)]
 shapes = pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES, LARGE), ids=str)
 eps = 1e-6
 
@@ -203,12 +204,39 @@ def test_bad_input_of_layernorm(changed, argument):
         flashinfer.layernorm(**(good | changed))
 
 
-def test_rows_too_long_for_the_kernel_are_refused_on_a_gpu_and_computed_on_the_cpu():
-    problem = room.Problem("rmsnorm", "fp32", "fp32", block=65536)
+def test_rows_too_long_for_block_scales_are_refused_on_a_gpu_and_computed_on_the_cpu():
+    problem = room.Problem("rmsnorm", "bf16", "bf16", block=65536, format="nvfp4", layout="linear")
     with pytest.raises(UnsupportedConfig, match="longer than 32768"):
         room.rmsnorm.select(problem, named("90a"))
-    x, w = torch.randn(1, 40000), torch.randn(40000)
-    assert_close(flashinfer.rmsnorm(x, w), rms_same_dtype(x, w), rms_truth(x, w))
+    codes, scales = norm.rmsnorm_fp4quant(torch.randn(1, 40000).bfloat16(), torch.ones(40000).bfloat16())
+    assert codes.shape == (1, 20000) and scales.shape == (1, 2500)
+
+
+@pytest.mark.parametrize("hidden", [32776, 32777])
+def test_gate_silu_and_fp8_of_rows_that_registers_do_not_hold(variant, device, hidden):
+    x, gate = (rows((2, hidden), torch.bfloat16, device) for _ in range(2))
+    w, beta = weights(hidden, torch.bfloat16, device), weights(hidden, torch.bfloat16, device)
+    truth, same = rms_truth(x, w), rms_same_dtype(x, w)
+    assert_close(norm.fused_rmsnorm_silu(x, w, eps), functional.silu(same), functional.silu(truth))
+    gated = generate.strided(x.clone(), 0)
+    norm.rmsnorm_sigmoid_gate(gated, gate, eps)
+    ones = torch.ones_like(w)
+    exact = rms_truth(x, ones) * gate.double().sigmoid()
+    assert_close(gated, rms_same_dtype(x, ones) * gate.sigmoid(), exact)
+    residual, total = gate.clone(), x.double() + gate.double()
+    summed = rms_truth(total, w)
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    guard = generate.Guarded((2, hidden), torch.float8_e4m3fn, device)
+    for call, exact in (
+        (lambda: norm.rmsnorm_quant(guard.out, x, w, 0.5, eps), truth),
+        (lambda: norm.fused_add_rmsnorm_quant(guard.out, x, residual, w, torch.tensor([0.5]), eps), summed),
+        (lambda: norm.layernorm_quant(guard.out, x, w, beta, 0.5, eps), rms_truth(centred, w) + beta.double()),
+    ):
+        call()
+        guard.check()
+        by_torch = (exact.float() * 2).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert_close(guard.out.float(), by_torch, (exact * 2).clamp(-448, 448), through=2**-3)
+    assert_close(residual, x + gate, total, "residual")
 
 
 def test_are_registered_ops():
