@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import UnsupportedConfig, dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.norm._rows import ROW_DTYPES
 from flashinfer.ops import rope as room
@@ -55,7 +55,8 @@ def fused_qk_rmsnorm_rope(
         [batch, ppf * pph * ppw, n], or [tokens, n] with whole videos one after another; n is head_dim times all heads,
         those of queries first, then of keys, then of values. bfloat16, float16 or float32, any strides.
     q_weight, k_weight : torch.Tensor
-        [num_heads_q * head_dim] and [num_heads_k * head_dim]; bfloat16, float16 or float32, both alike.
+        [num_heads_q * head_dim] and [num_heads_k * head_dim], or a row for each head; bfloat16, float16 or float32,
+        both alike.
     ppf, pph, ppw : int
         Patches of a video along frames, height and width.
     num_frame_channels, num_height_channels, num_width_channels : int
@@ -71,8 +72,11 @@ def fused_qk_rmsnorm_rope(
     interleave : bool
         Whether a pair is two neighbours, or an element of the head's first half and the one head_dim / 2 after it; the
         axes have their share of the pairs, in the same order, in either case.
-    factor, low, high, attention_factor : float
-        YaRN. Not supported: `factor` and `attention_factor` have to be 1; `low` and `high` then have no meaning.
+    factor, low, high : float
+        YaRN, if `factor` is not 1: frequencies of an axis' pairs from `high` on are divided by `factor`, those of pairs
+        up to `low` are not, and between the two it is a mixture that is linear in the number of the pair.
+    attention_factor : float
+        Rotated queries and keys are multiplied by it. 1 where `factor` is 1.
     is_qk_norm : bool
         False: rotate only; the weights are not read.
     output_fp8 : bool
@@ -91,12 +95,12 @@ def fused_qk_rmsnorm_rope(
     Raises
     ------
     ValueError
-        A shape, dtype or device other than the above. UnsupportedConfig: YaRN.
+        A shape, dtype, number or device other than the above.
 
     References
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; Su et al.,
-    RoFormer, https://arxiv.org/abs/2104.09864; the axes: Wan, Open and Advanced Large-Scale Video Generative Models,
+    RoFormer, https://arxiv.org/abs/2104.09864; Peng et al., YaRN, https://arxiv.org/abs/2309.00071; the axes: Wan, Open and Advanced Large-Scale Video Generative Models,
     2025, https://arxiv.org/abs/2503.20314
 
     Examples
@@ -108,9 +112,9 @@ def fused_qk_rmsnorm_rope(
     >>> q.shape
     torch.Size([1, 8, 1, 128])
     """
-    for name, value in (("factor", factor), ("attention_factor", attention_factor)):
-        if value != 1.0:
-            raise UnsupportedConfig(f"{name}: got {value}; allowed: 1.0, YaRN is not supported")
+    require(factor > 0, "factor", factor, "more than 0")
+    alone = factor != 1 or attention_factor == 1
+    require(alone, "attention_factor", attention_factor, "1, where factor is 1")
     channels = num_frame_channels, num_height_channels, num_width_channels
     heads = num_heads_q, num_heads_k, num_heads_v
     _check_sizes((ppf, pph, ppw), channels, heads, head_dim)
@@ -123,13 +127,14 @@ def fused_qk_rmsnorm_rope(
         require(outputs[-1].shape == shape, name, tuple(outputs[-1].shape), str(shape))
         require(outputs[-1].dtype == dtype, name, outputs[-1].dtype, str(dtype))
         require(outputs[-1].is_contiguous(), name, f"strides {outputs[-1].stride()}", "contiguous")
-    weights = (q_weight, k_weight) if is_qk_norm else (None, None)
+    weights = (q_weight.reshape(-1), k_weight.reshape(-1)) if is_qk_norm else (None, None)
     if is_qk_norm:
         _check_weights(q_weight, k_weight, heads, head_dim)
     same_device(qkv=qkv, q_weight=weights[0], k_weight=weights[1], q_out=q_out, k_out=k_out, v_out=v_out)
     sizes = [ppf, pph, ppw, *channels]
     q, k, v = outputs
-    _video(qkv, weights[0], weights[1], q, k, v, sizes, [eps, base, output_quant_scale, v_quant_scale], interleave)
+    numbers = [eps, base, factor, low, high, attention_factor, output_quant_scale, v_quant_scale]
+    _video(qkv, weights[0], weights[1], q, k, v, sizes, [float(n) for n in numbers], interleave)
     return q, k, v
 
 
@@ -154,7 +159,7 @@ def _check_rows(qkv, patches: int, columns: int) -> None:
 
 def _check_weights(q_weight, k_weight, heads, head_dim) -> None:
     for name, weight, count in (("q_weight", q_weight, heads[0]), ("k_weight", k_weight, heads[1])):
-        require(weight.shape == (count * head_dim,), name, tuple(weight.shape), f"[{count * head_dim}]")
+        require(weight.numel() == count * head_dim, name, tuple(weight.shape), f"[{count * head_dim}]")
         require(weight.dtype in ROW_DTYPES, name, weight.dtype, "bfloat16, float16, float32")
     require(k_weight.dtype == q_weight.dtype, "k_weight", k_weight.dtype, f"{q_weight.dtype}, the dtype of q_weight")
 
@@ -182,7 +187,7 @@ def _video(
         aligned=head_dim * q_out.element_size() % 16 == 0 and is_aligned(*given),
     )
     ppf, pph, ppw, *channels = sizes
-    eps, base, *scales = numbers
+    eps, base, factor, low, high, length, *scales = numbers
     space = room.Space(ppf, pph, ppw, channels[0] // 2, channels[1] // 2)
-    axes = Axes(tuple(channels), base)
-    room.video_rope(problem, rows.device).run(rows, weights, outputs, space, axes, eps, scales)
+    axes = Axes(tuple(channels), base, factor, low, high)
+    room.video_rope(problem, rows.device).run(rows, weights, outputs, space, axes, eps, length, scales)

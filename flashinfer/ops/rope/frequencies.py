@@ -48,21 +48,36 @@ class Frequencies:
 @dataclass(frozen=True)
 class Axes:
     """A head whose channels are shared out to the axes of a space, the first ones to the first; each axis has its own
-    frequencies, without scaling.
+    frequencies.
+
+    YaRN (Peng et al., https://arxiv.org/abs/2309.00071): those of pairs from `high` of an axis on are divided by
+    `factor`, those of pairs up to `low` are not, and between the two it is a mixture that is linear in the pair.
 
     Attributes
     ----------
     channels : tuple of int
         Of each axis; even.
     theta : float
+    factor, low, high : float
+        Of YaRN; there is none if factor is 1.
     """
 
     channels: tuple[int, ...]
     theta: float
+    factor: float = 1.0
+    low: float = 0.0
+    high: float = 0.0
 
     def per_position(self) -> torch.Tensor:
         """Radians per position of the pair's axis, float64 [sum of channels / 2], on the CPU."""
-        return torch.cat([Frequencies(count, 1, self.theta).per_position() for count in self.channels])
+        return torch.cat([self._of_axis(count) for count in self.channels])
+
+    def _of_axis(self, channels: int) -> torch.Tensor:
+        frequency = Frequencies(channels, 1, self.theta).per_position()
+        # Bounds that are equal are a step, which upstream has as a steep ramp.
+        ramp = self.high - self.low if abs(self.high - self.low) > 1e-6 else 1e-3
+        divided = ((torch.arange(len(frequency), dtype=torch.float64, device="cpu") - self.low) / ramp).clamp(0, 1)
+        return frequency * (1 - divided) + frequency / self.factor * divided
 
 
 @lru_cache(maxsize=256)

@@ -8,11 +8,11 @@ from flashinfer.ops.rope.frequencies import radians
 from flashinfer.ops.rope.reference import rotated
 
 
-def run(problem, config, rows, weights, outputs, space, axes, eps, scales):
+def run(problem, config, rows, weights, outputs, space, axes, eps, length, scales):
     """Rows [tokens, n] of queries, keys and values to `outputs`, [tokens, heads, head_dim] each.
 
     weights : of the norms of queries and keys, or None. space : Space; videos follow one another. axes : Axes.
-    scales : of queries and keys, and of values, where the problem has another format.
+    length : what rotated pairs are multiplied by. scales : of queries and keys, and of values, where the problem has another format.
     """
     at = torch.arange(len(rows), device=rows.device)
     width, height = at % space.width, at // space.width % space.height
@@ -21,7 +21,7 @@ def run(problem, config, rows, weights, outputs, space, axes, eps, scales):
     each = torch.tensor(pairs, dtype=torch.int64, device=rows.device)
     place = torch.stack((frame, height, width), 1).repeat_interleave(each, 1)
     angle = place * radians(axes, rows.device)
-    cos, sin = angle.cos().float(), angle.sin().float()
+    cos, sin = (length * angle.cos()).float(), (length * angle.sin()).float()
     parts = rows.float().split([out.shape[1] * problem.head_dim for out in outputs], 1)
     for x, weight, out, scale in zip(parts, (*weights, None), outputs, (scales[0], *scales)):
         if weight is not None:

@@ -21,7 +21,7 @@ from flashinfer.ops.rope.rotation import cos_sin, rounded
 @triton.jit
 def video_kernel(
     rows, q_weight, k_weight, q_out, k_out, v_out, turns, rows_row, q_heads, k_heads, v_heads, frames, height, width,
-    frame_pairs, height_pairs, eps, scale, v_scale,
+    frame_pairs, height_pairs, eps, length, scale, v_scale,
     HEAD_DIM: tl.constexpr, INTERLEAVE: tl.constexpr, FP8: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
@@ -42,6 +42,8 @@ def video_kernel(
         place = tl.where(pair < frame_pairs, in_frame, token // width % height)
         place = tl.where(pair < frame_pairs + height_pairs, place, token % width)
         cos, sin = cos_sin(((place * turn) >> 32).to(tl.int32))
+        cos *= length
+        sin *= length
         if part == 0:
             video_heads(
                 x, q_weight, q_out + token * q_heads * HEAD_DIM, q_heads, cos, sin, eps, scale,
@@ -94,7 +96,7 @@ def build(problem, config):
     types = {"rows": rows, "q_weight": weights, "k_weight": weights, "q_out": out, "k_out": out, "v_out": out}
     types |= {"turns": "*i64", "rows_row": "i64"}
     sizes = ("q_heads", "k_heads", "v_heads", "frames", "height", "width", "frame_pairs", "height_pairs")
-    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("eps", "scale", "v_scale"), "fp32")
+    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("eps", "length", "scale", "v_scale"), "fp32")
     absent = () if problem.weight_dtype else ("q_weight", "k_weight")
     constants = dict.fromkeys(absent) | {
         "HEAD_DIM": problem.head_dim,
@@ -112,11 +114,11 @@ def build(problem, config):
 launch = Launcher("rope_video", build)
 
 
-def run(problem, config, rows, weights, outputs, space, axes, eps, scales):
+def run(problem, config, rows, weights, outputs, space, axes, eps, length, scales):
     """Rows [tokens, n] of queries, keys and values to `outputs`, [tokens, heads, head_dim] each, contiguous.
 
     weights : of the norms of queries and keys, or None. space : Space; videos follow one another. axes : Axes.
-    scales : of queries and keys, and of values, where the problem has another format.
+    length : what rotated pairs are multiplied by. scales : of queries and keys, and of values, where the problem has another format.
     """
     if problem.out:
         outputs = [out.view(torch.uint8) for out in outputs]
@@ -124,7 +126,7 @@ def run(problem, config, rows, weights, outputs, space, axes, eps, scales):
     heads = (out.shape[1] for out in outputs)
     table = turns(axes, rows.device)
     grid = (len(rows), 3, 1)
-    launch(problem, config, grid, rows, *given, *outputs, table, rows.stride(0), *heads, *space, eps, *scales)
+    launch(problem, config, grid, rows, *given, *outputs, table, rows.stride(0), *heads, *space, eps, length, *scales)
 
 
 IMPLEMENTATION = Implementation(run, (launch,))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flashinfer import norm
-from flashinfer._core.checks import UnsupportedConfig
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.norm.variants import variant  # the fixture
@@ -39,7 +38,14 @@ def inputs(size, videos, dtype, device):
     return qkv, *(weight.to(dtype) for weight in weights)
 
 
-def turns(size, base):
+def frequency(i, count, base, factor, low, high):
+    """Of pair i of an axis of `count` channels, by YaRN."""
+    plain = base ** (-2 * i / count)
+    share = min(max((i - low) / (high - low), 0), 1)
+    return plain * (1 - share) + plain / factor * share
+
+
+def turns(size, base, yarn=(1.0, 0.0, 1.0)):
     """Unit complex numbers [patches, head_dim / 2]."""
     patches, _, channels = size
     rows = []
@@ -47,7 +53,9 @@ def turns(size, base):
         for h in range(patches[1]):
             for w in range(patches[2]):
                 at = zip((f, h, w), channels)
-                rows.append([place * base ** (-2 * i / count) for place, count in at for i in range(count // 2)])
+                rows.append(
+                    [place * frequency(i, count, base, *yarn) for place, count in at for i in range(count // 2)]
+                )
     angle = torch.tensor(rows, dtype=torch.float64)
     return torch.polar(torch.ones_like(angle), angle)
 
@@ -60,9 +68,9 @@ def rotated(x, turn, interleave):
     return torch.stack(pairs, -1).flatten(-2) if interleave else torch.cat(pairs, -1)
 
 
-def expected(size, qkv, weights, dtype, interleave, base=1e4, eps=1e-6, normed=True):
+def expected(size, qkv, weights, dtype, interleave, base=1e4, eps=1e-6, normed=True, yarn=(1.0, 0.0, 1.0), length=1):
     _, heads, channels = size
-    turn = turns(size, base).repeat(len(qkv) // (size[0][0] * size[0][1] * size[0][2]), 1).to(qkv.device)
+    turn = length * turns(size, base, yarn).repeat(len(qkv) // (size[0][0] * size[0][1] * size[0][2]), 1).to(qkv.device)
     results = []
     for x, weight, count in zip(qkv.to(dtype).split([n * sum(channels) for n in heads], 1), (*weights, None), heads):
         if normed and weight is not None:
@@ -106,6 +114,25 @@ def test_into_fp8_and_given_outputs(variant, device, interleave):
     assert_bitwise(results[2].view(torch.uint8).view(codes.shape), codes)
 
 
+@interleaves
+@pytest.mark.parametrize(("low", "high"), [(1.0, 4.5), (2.0, 2.0)])
+def test_yarn(variant, device, interleave, low, high):
+    """Weights have a row for each head, as some checkpoints do. Equal bounds are a step behind the pair."""
+    size = SMALL[2]
+    qkv, *weights = inputs(size, 1, torch.float32, device)
+    rows = (weight.view(4, -1) for weight in weights)
+    more = dict(base=100.0, factor=8.0, low=low, high=high, attention_factor=1.25)
+    results = norm.fused_qk_rmsnorm_rope(qkv, *rows, **arguments(size, interleave, **more))
+    yarn = 8.0, low, high if high > low else low + 1e-3
+    exact, same = (
+        expected(size, qkv, weights, dtype, interleave, 100.0, yarn=yarn, length=1.25)
+        for dtype in (torch.float64, torch.float32)
+    )
+    for name, out, by_torch, true in zip(("q", "k"), results, same, exact):
+        assert_close(out, by_torch, true, name)
+    assert_bitwise(results[2], same[2])
+
+
 def test_without_a_norm_of_strided_rows(variant, device):
     size = SMALL[2]
     qkv, *weights = inputs(size, 1, torch.float16, device)
@@ -132,15 +159,14 @@ def test_no_tokens(variant, device):
         (dict(head_dim=18), "head_dim"), (dict(num_heads_k=0), "num_heads_k"),
         (dict(q_weight=torch.ones(16)), "q_weight"), (dict(k_weight=torch.ones(16).half()), "k_weight"),
         (dict(q_out=torch.ones(12, 3, 16, dtype=torch.float16)), "q_out"), (dict(v_out=torch.ones(2)), "v_out"),
-        (dict(k_out=torch.ones(12, 1, 32)[..., ::2]), "k_out"), (dict(factor=2.0), "factor"),
+        (dict(k_out=torch.ones(12, 1, 32)[..., ::2]), "k_out"), (dict(factor=0.0), "factor"),
         (dict(attention_factor=1.1), "attention_factor"),
     ],
 )  # fmt: skip
 def test_bad_input(changed, argument):
     good = dict(qkv=torch.ones(12, 96), q_weight=torch.ones(48), k_weight=torch.ones(16)) | arguments(SMALL[0], True)
     norm.fused_qk_rmsnorm_rope(**good)
-    refused = UnsupportedConfig if "factor" in argument else ValueError
-    with pytest.raises(refused, match=f"^{argument}: got .*allowed: "):
+    with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):
         norm.fused_qk_rmsnorm_rope(**(good | changed))
 
 
@@ -157,5 +183,5 @@ def test_is_a_registered_op():
     size = SMALL[0]
     qkv, *weights = inputs(size, 1, torch.float32, "cpu")
     outs = [torch.empty(12, count, 16) for count in size[1]]
-    args = qkv, *weights, *outs, [*size[0], *size[2]], [1e-6, 1e4, 1.0, 1.0], True
+    args = qkv, *weights, *outs, [*size[0], *size[2]], [1e-6, 1e4, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0], True
     torch.library.opcheck(video._video.op, args)
