@@ -100,8 +100,8 @@ def fused_qk_rmsnorm_rope(
     References
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; Su et al.,
-    RoFormer, https://arxiv.org/abs/2104.09864; Peng et al., YaRN, https://arxiv.org/abs/2309.00071; the axes: Wan, Open and Advanced Large-Scale Video Generative Models,
-    2025, https://arxiv.org/abs/2503.20314
+    RoFormer, https://arxiv.org/abs/2104.09864; Peng et al., YaRN, 2023, https://arxiv.org/abs/2309.00071; the axes:
+    Wan, Open and Advanced Large-Scale Video Generative Models, 2025, https://arxiv.org/abs/2503.20314
 
     Examples
     --------
