@@ -235,7 +235,9 @@ def _modulated() -> Iterator[Modulated]:
 rmsnorm = Op("rmsnorm", Problem, _variants(config.portable), lambda: _catalog("rmsnorm"))
 fused_add_rmsnorm = Op("fused_add_rmsnorm", Problem, _variants(config.portable), lambda: _catalog("fused_add_rmsnorm"))
 layernorm = Op("layernorm", Problem, _variants(config.portable), lambda: _catalog("layernorm"))
-gated_residual = Op("gated_residual_rmsnorm", Gated, _variants(config.gated, "gated", "reference_gated", _too_long), _gated)
+gated_residual = Op(
+    "gated_residual_rmsnorm", Gated, _variants(config.gated, "gated", "reference_gated", _too_long), _gated
+)
 modulated_layernorm = Op(
     "modulated_layernorm",
     Modulated,

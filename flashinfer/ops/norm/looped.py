@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm of rows that do not fit in registers, in Triton: a row is read again for each step.
 
 Grid: rows. Warps: all share the row, BLOCK columns at a time. Shared memory: reductions.
-Inputs and outputs: those of `norm_kernel` in `flashinfer/ops/norm/portable.py`, without block scales. A row's second
-reading comes from the L2 cache.
+Inputs: those of `norm_kernel` in `flashinfer/ops/norm/portable.py`; what is read a second time comes from the L2 cache.
+Outputs: its ones, without block scales.
 Method: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
 """
 

@@ -12,7 +12,8 @@ def run(problem, config, rows, weights, outputs, space, axes, eps, length, scale
     """Rows [tokens, n] of queries, keys and values to `outputs`, [tokens, heads, head_dim] each.
 
     weights : of the norms of queries and keys, or None. space : Space; videos follow one another. axes : Axes.
-    length : what rotated pairs are multiplied by. scales : of queries and keys, and of values, where the problem has another format.
+    length : what rotated pairs are multiplied by.
+    scales : of queries and keys, and of values, where the problem has another format.
     """
     at = torch.arange(len(rows), device=rows.device)
     width, height = at % space.width, at // space.width % space.height
