@@ -44,6 +44,9 @@ class TopKTieBreak(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
+    def __repr__(self) -> str:
+        return f"TopKTieBreak.{self.name}"
+
     def __format__(self, format_spec: str) -> str:
         return format(str(self), format_spec)
 

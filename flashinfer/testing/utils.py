@@ -9,6 +9,15 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.testing.bench import bench_gpu_time
+from flashinfer.testing.profiled import (
+    aggregate_gpu_time_across_ranks,
+    bench_kineto,
+    calculate_rotation_count,
+    count_bytes,
+    empty_suppress,
+    get_l2_cache_size,
+    suppress_stdout_stderr,
+)
 from flashinfer.testing.timers import (
     attention_flops,
     attention_flops_with_actual_seq_lens,
@@ -24,6 +33,7 @@ from flashinfer.testing.timers import (
 )
 
 __all__ = [
+    "aggregate_gpu_time_across_ranks",
     "attention_flops",
     "attention_flops_with_actual_seq_lens",
     "attention_tb_per_sec",
@@ -34,12 +44,18 @@ __all__ = [
     "bench_gpu_time_with_cuda_event",
     "bench_gpu_time_with_cudagraph",
     "bench_gpu_time_with_cupti",
+    "bench_kineto",
+    "calculate_rotation_count",
+    "count_bytes",
     "dequantize_fp8",
+    "empty_suppress",
+    "get_l2_cache_size",
     "per_block_cast_to_fp8",
     "per_token_cast_to_fp8",
     "quantize_fp8",
     "set_seed",
     "sleep_after_kernel_run",
+    "suppress_stdout_stderr",
 ]
 
 # Magnitudes below it are scaled as if it were there: a tile of zeros has a scale, too.

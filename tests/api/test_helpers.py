@@ -1,11 +1,26 @@
 """Helpers that callers import from flashinfer.utils and flashinfer.testing.utils."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from flashinfer import utils
 from flashinfer.testing.compare import assert_bitwise
-from flashinfer.testing.utils import dequantize_fp8, per_block_cast_to_fp8, per_token_cast_to_fp8, quantize_fp8
+from flashinfer.testing.utils import (
+    aggregate_gpu_time_across_ranks,
+    bench_kineto,
+    calculate_rotation_count,
+    count_bytes,
+    dequantize_fp8,
+    empty_suppress,
+    get_l2_cache_size,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+    quantize_fp8,
+    suppress_stdout_stderr,
+)
 
 
 def numbers(kind):
@@ -75,3 +90,72 @@ def test_operands_of_deepgemm(device):
     assert tuple(codes.shape) == (130, 200) and tuple(scales.shape) == (2, 2)
     each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:130, :200]
     assert ((codes.float() * each - x[:, :200]).abs() <= (x[:, :200].abs() * 2.0**-4).maximum(each * 2.0**-10)).all()
+
+
+def test_sizes_of_cold_measurements(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1000))
+    assert count_bytes() == count_bytes(None) == 0 and get_l2_cache_size() == 1000
+    assert count_bytes(torch.ones(2, 3), (torch.ones(4).half(), [torch.ones(1, dtype=torch.int8)]), None) == 24 + 8 + 1
+    # Five caches are 5000 bytes: 13 copies of 400, and the one in use.
+    assert calculate_rotation_count([torch.ones(100)]) == 14
+    assert calculate_rotation_count([torch.ones(1000)]) == 3
+    assert calculate_rotation_count([torch.ones(1000)], min_rotations=8) == 8
+    assert calculate_rotation_count([torch.ones(1250)]) == calculate_rotation_count([]) == 1
+
+
+def test_times_of_ranks(monkeypatch):
+    assert aggregate_gpu_time_across_ranks(3.0, max) == 3.0
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+    def gather(found, x):
+        found[:] = [x, [9.0, 0.5] if isinstance(x, list) else 5.0]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert aggregate_gpu_time_across_ranks(3.0, max) == 5.0
+    assert aggregate_gpu_time_across_ranks([1.0, 2.0], max) == [9.0, 2.0]
+
+
+def test_nothing_is_printed(capfd):
+    with suppress_stdout_stderr():
+        print("python")
+        os.write(2, b"a library")
+    with empty_suppress():
+        print("seen")
+    assert capfd.readouterr() == ("seen\n", "")
+
+
+def test_times_of_kernels_by_their_names(monkeypatch):
+    """The profiler is a stand-in: its events are those of a run."""
+    calls, kernel = [], SimpleNamespace
+    figures = [("norm_kernel", 60.0, 3), ("memset", 1.0, 3), ("norm_other", 20.0, 1), ("cpu", 0.0, 9)]
+    events = [kernel(key=key, device_time_total=us, count=count) for key, us, count in figures]
+
+    class Profile:
+        def __init__(self, **options):
+            self.steps = 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        step = export_chrome_trace = lambda self, *args: calls.append(args)
+        key_averages = lambda self: events
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runs = []
+
+    def bench(names, **more):
+        return bench_kineto(lambda: runs.append(0), names, num_tests=3, flush_l2=False, **more)
+
+    assert bench("norm_kernel") == pytest.approx(20e-6) and len(runs) == 7
+    assert bench(("norm_kernel", "memset"), trace_path="trace.json") == pytest.approx((20e-6, 1e-6 / 3))
+    assert ("trace.json",) in calls
+    assert bench("norm", with_multiple_kernels=True) == pytest.approx(20e-6)
+    for name in ("norm", "nothing"):
+        with pytest.raises(ValueError, match=f"^kernel_names: got '{name}'; allowed: "):
+            bench(name)
