@@ -187,8 +187,8 @@ def top_k_page_table_transform(
     require(known, "page_table_row_starts", None, "a tensor, with row_starts and pages of more than one score")
     require(src_page_table.dim() == 2, "src_page_table", tuple(src_page_table.shape), "[requests, pages]")
     require(src_page_table.dtype == torch.int32, "src_page_table", src_page_table.dtype, "int32")
-    require(src_page_table.stride(1) == 1 or src_page_table.shape[1] <= 1, "src_page_table", src_page_table.stride(),
-            "contiguous columns")  # fmt: skip
+    one = src_page_table.stride(1) == 1 or src_page_table.shape[1] <= 1
+    require(one, "src_page_table", src_page_table.stride(), "contiguous columns")
     if row_to_batch is None:
         require(len(src_page_table) >= rows, "src_page_table", len(src_page_table), f"{rows} rows, or row_to_batch")
     vectors = {"lengths": lengths, "row_to_batch": row_to_batch, "row_starts": row_starts}
@@ -477,9 +477,7 @@ def _top_k_ragged(
         return
     x = _rows(input)
     aligned = starts is None and is_aligned(x)
-    problem = room.TopK(
-        "ragged", dtype_name(x.dtype), last, starts=starts is not None, lengths=True, aligned=aligned
-    )
+    problem = room.TopK("ragged", dtype_name(x.dtype), last, starts=starts is not None, lengths=True, aligned=aligned)
     room.top_k(problem, x.device).run(x, k, starts, lengths, (offsets,), (out, None))
 
 

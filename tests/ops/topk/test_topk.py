@@ -147,6 +147,7 @@ def test_upstreams_other_names():
 def test_tie_breaks_in_text():
     assert [f"{kind}" for kind in TopKTieBreak] == [str(kind) for kind in TopKTieBreak] == ["none", "small", "large"]
     assert f"{TopKTieBreak.LARGE:>6}" == " large" and int(TopKTieBreak.LARGE) == 2
+    assert repr(LARGE) == "TopKTieBreak.LARGE"
 
 
 def test_page_table_transform(variant, device):
