@@ -42,7 +42,7 @@ class PairProblem:
 
 @dataclass(frozen=True)
 class StackProblem:
-    """Merge the states that lie along one dimension of one tensor.
+    """Merge the states that lie along one dimension of one tensor: as many for each token, or a run of them.
 
     Attributes
     ----------
@@ -53,12 +53,15 @@ class StackProblem:
         Most states that one step reads: a power of two from 2 to 16, as `states_class` gives it. Any count runs.
     aligned : bool
         Rows can be read 16 bytes at a time.
+    ragged : bool
+        Offsets say which states are a token's.
     """
 
     dtype: str
     head_dim: int
     states: int
     aligned: bool
+    ragged: bool = False
 
 
 def states_class(num_states: int) -> int:
@@ -86,6 +89,7 @@ def _stack_catalog():
         for head_dim in (64, 128, 192, 256, 512):
             for states in (2, 4, 8, 16):
                 yield StackProblem(dtype, head_dim, states, aligned=True)
+    yield StackProblem("bf16", 128, 4, aligned=True, ragged=True)
     yield StackProblem("bf16", 72, 16, aligned=False)
     yield StackProblem("fp32", 576, 2, aligned=False)
 

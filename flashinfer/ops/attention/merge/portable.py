@@ -3,7 +3,8 @@
 Grid: rows / ROWS; a row is a head of a token. merge_pair_kernel merges two states, merge_stack_kernel STATES at a time.
 Warps: all share the rows, COLUMNS of them at a time. Shared memory: reductions over states.
 Inputs: v_a, v_b [tokens, heads, head_dim] and s_a, s_b float32 [tokens, heads], mask [tokens] or none; or v [tokens,
-states, heads, head_dim] and s float32 [tokens, states, heads]. Any strides.
+states, heads, head_dim] and s float32 [tokens, states, heads]; or, with indptr [tokens + 1], [states, heads, head_dim]
+and [states, heads]. Any strides.
 Outputs: out [tokens, heads, head_dim], lse float32 [tokens, heads].
 Method: Ye et al., FlashInfer, 2025, https://arxiv.org/abs/2501.01005, section 2.2.
 """
@@ -104,6 +105,7 @@ def merge_pair_kernel(
 def merge_stack_kernel(
     v,
     s,
+    indptr,
     out,
     lse,
     states,
@@ -123,6 +125,7 @@ def merge_stack_kernel(
     lse_head,
     HEAD_DIM: tl.constexpr,
     UNIT: tl.constexpr,
+    RAGGED: tl.constexpr,
     ROWS: tl.constexpr,
     STATES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -133,6 +136,13 @@ def merge_stack_kernel(
     head = (row % heads).to(tl.int64)
     start_v = v + _offset(token, head, v_token, v_head, UNIT)
     start_s = s + token * s_token + head * s_head
+    own = states
+    if RAGGED:
+        begin = tl.load(indptr + token, mask=valid, other=0)
+        own = (tl.load(indptr + token + 1, mask=valid, other=0) - begin)[:, None]
+        states = tl.max(tl.max(own, 1), 0)
+        start_v += begin.to(tl.int64) * v_state * UNIT
+        start_s += begin.to(tl.int64) * s_state
     start_out = out + _offset(token, head, out_token, out_head, UNIT)[:, None]
     for first in tl.static_range(0, HEAD_DIM, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
@@ -141,7 +151,7 @@ def merge_stack_kernel(
         merged = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first_state in range(0, states, STATES):
             state = (first_state + tl.arange(0, STATES)).to(tl.int64)[None, :]
-            present = valid[:, None] & (state < states)
+            present = valid[:, None] & (state < own)
             score = tl.load(start_s[:, None] + state * s_state, mask=present, other=float("-inf"))
             at = (start_v[:, None] + state * v_state * UNIT)[:, :, None]
             at += (column if UNIT > 1 else column * v_dim)[None, None, :]
@@ -188,10 +198,11 @@ def build_pair(problem, config) -> Build:
 
 
 def build_stack(problem, config) -> Build:
-    types = _types(merge_stack_kernel, problem, states="i32", rows="i32", heads="i32")
+    types = _types(merge_stack_kernel, problem, indptr="*i32", states="i32", rows="i32", heads="i32")
     constants = dict(
         HEAD_DIM=problem.head_dim,
         UNIT=unit_of(problem),
+        RAGGED=problem.ragged,
         ROWS=config.rows,
         STATES=config.states,
         COLUMNS=config.columns,
@@ -233,12 +244,15 @@ def _run_pair(problem, config, v_a, s_a, v_b, s_b, mask, out, lse) -> None:
     )  # fmt: skip
 
 
-def _run_stack(problem, config, v, s, out, lse) -> None:
+def _run_stack(problem, config, v, s, out, lse, indptr=None) -> None:
+    if problem.ragged:
+        # Every token starts at the first state, and goes on to its own.
+        v, s = (x[None].expand(len(out), *x.shape) for x in (v, s))
     tokens, states, heads, _ = v.shape
     rows, unit = tokens * heads, unit_of(problem)
     launch_stack(
         problem, config, (-(-rows // config.rows), 1, 1),
-        v, s, out, lse, states, rows, heads,
+        v, s, indptr, out, lse, states, rows, heads,
         *_strides(v, unit), *s.stride(), *_strides(out, unit), *lse.stride(),
     )  # fmt: skip
 

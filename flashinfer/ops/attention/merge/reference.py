@@ -24,7 +24,11 @@ def _pair(v_a, s_a, v_b, s_b, mask, out, lse) -> None:
     lse.copy_(merged)
 
 
-def _stack(v, s, out, lse) -> None:
+def _stack(v, s, out, lse, indptr=None) -> None:
+    if indptr is not None:
+        for token, (begin, end) in enumerate(zip(indptr.tolist(), indptr[1:].tolist())):
+            _stack(v[None, begin:end], s[None, begin:end], out[token : token + 1], lse[token : token + 1])
+        return
     weights, merged = _softmax(s)
     out.copy_((weights[..., None] * _seen(v, s)).sum(1))
     lse.copy_(merged)
