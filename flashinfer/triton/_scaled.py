@@ -7,14 +7,19 @@ import torch
 from flashinfer._core.scalars import scales
 
 
-def widened(name: str, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def scale_of(name: str, scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """A scale as float32 [1] on the device of x."""
+    return None if scale is None else scales(name, scale, x.device)
+
+
+def widened(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """x in float32, times its scale."""
-    return x.float() if scale is None else x.float() * scales(name, scale, x.device)
+    return x.float() if scale is None else x.float() * scale
 
 
-def narrowed(name: str, y: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """y times its scale in a dtype, to whose largest value it is cut where it has one."""
+def narrowed(y: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """y times its scale in a dtype, cut to the largest value of that; without a scale it is only rounded."""
     if scale is None:
         return y.to(dtype)
     most = torch.finfo(dtype).max
-    return (y * scales(name, scale, y.device)).clamp(-most, most).to(dtype)
+    return (y * scale).clamp(-most, most).to(dtype)

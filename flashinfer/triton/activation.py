@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from flashinfer import activation
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
-from flashinfer.triton._scaled import narrowed, widened
+from flashinfer.triton._scaled import narrowed, scale_of, widened
 
 __all__ = ["silu_and_mul"]
 
 
 @checked
+@named(input="x")
 def silu_and_mul(
     x: torch.Tensor,
     x_scale: torch.Tensor | None = None,
@@ -50,6 +51,9 @@ def silu_and_mul(
     """
     require(x.dim() == 2 and x.shape[1] % 2 == 0, "x", tuple(x.shape), "[b, 2 * d]")
     dtype = dtype or x.dtype
-    if x_scale is None and o_scale is None and dtype == x.dtype:
+    for name, given in (("x", x.dtype), ("dtype", dtype)):
+        require(given.is_floating_point, name, given, "a floating-point dtype")
+    in_scale, out_scale = scale_of("x_scale", x_scale, x), scale_of("o_scale", o_scale, x)
+    if in_scale is None and out_scale is None and dtype == x.dtype and dtype.itemsize > 1:
         return activation.silu_and_mul(x)
-    return narrowed("o_scale", activation.silu_and_mul(widened("x_scale", x, x_scale)), o_scale, dtype)
+    return narrowed(activation.silu_and_mul(widened(x, in_scale)), out_scale, dtype)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.arguments import checked, named
+from flashinfer._core.checks import require, same_device
+from flashinfer._core.custom_op import custom_op
 from flashinfer.norm import plain
-from flashinfer.triton._scaled import narrowed, widened
+from flashinfer.norm._rows import check_weights
+from flashinfer.triton._scaled import narrowed, scale_of, widened
 
 __all__ = ["rms_norm", "rms_norm_add_residual"]
 
 
 @checked
+@named(input="x")
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -55,16 +58,12 @@ def rms_norm(
     >>> out.float()
     tensor([[2., 2., 2., 2.]])
     """
-    require(x.dim() == 2, "x", tuple(x.shape), "[b, n]")
-    require(out.shape == x.shape, "out", tuple(out.shape), f"{tuple(x.shape)}, the shape of x")
-    if in_scale is None and out_scale is None and out.dtype == x.dtype:
-        plain.rmsnorm(x, weight, eps, out=out)
-    else:
-        y = plain.rmsnorm(widened("in_scale", x, in_scale), weight, eps)
-        out.copy_(narrowed("out_scale", y, out_scale, out.dtype))
+    _check(x, weight, out=out)
+    _norm(x, weight, out, eps, scale_of("in_scale", in_scale, x), scale_of("out_scale", out_scale, x))
 
 
 @checked
+@named(input="x", out="x_out")
 def rms_norm_add_residual(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -105,13 +104,53 @@ def rms_norm_add_residual(
     >>> x, residual
     (tensor([[1., 1., 1., 1.]]), tensor([[4., 4., 4., 4.]]))
     """
+    _check(x, weight, residual=residual, x_out=x_out)
+    scales = scale_of("x_in_scale", x_in_scale, x), scale_of("x_out_scale", x_out_scale, x)
+    if x_out is None:
+        _norm_sum_inplace(x, residual, weight, eps, *scales)
+    else:
+        _norm_sum(x, residual, weight, x_out, eps, *scales)
+
+
+def _check(x, weight, **others) -> None:
     require(x.dim() == 2, "x", tuple(x.shape), "[b, n]")
-    out = x if x_out is None else x_out
-    for name, tensor in (("residual", residual), ("x_out", out)):
-        require(tensor.shape == x.shape, name, tuple(tensor.shape), f"{tuple(x.shape)}, the shape of x")
-    if out is x and x_in_scale is None and x_out_scale is None and residual.dtype == x.dtype:
+    for name, tensor in {"x": x, **others}.items():
+        if tensor is not None:
+            require(tensor.shape == x.shape, name, tuple(tensor.shape), f"{tuple(x.shape)}, the shape of x")
+            require(tensor.dtype.is_floating_point, name, tensor.dtype, "a floating-point dtype")
+    check_weights(x, weight=weight)
+    same_device(x=x, weight=weight, **others)
+
+
+@custom_op("flashinfer::triton_rms_norm", mutates_args=("out",))
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, in_scale: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+) -> None:  # fmt: skip
+    if in_scale is None and out_scale is None and out.dtype == x.dtype and x.dtype.itemsize > 1:
+        plain.rmsnorm(x, weight, eps, out=out)
+    else:
+        out.copy_(narrowed(plain.rmsnorm(widened(x, in_scale), weight, eps), out_scale, out.dtype))
+
+
+@custom_op("flashinfer::triton_rms_norm_add_residual", mutates_args=("residual", "out"))
+def _norm_sum(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float,
+    in_scale: torch.Tensor | None, out_scale: torch.Tensor | None,
+) -> None:  # fmt: skip
+    total = widened(x, in_scale) + residual.float()
+    residual.copy_(total)
+    out.copy_(narrowed(plain.rmsnorm(total, weight, eps), out_scale, out.dtype))
+
+
+@custom_op("flashinfer::triton_rms_norm_add_residual_inplace", mutates_args=("x", "residual"))
+def _norm_sum_inplace(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, in_scale: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+) -> None:  # fmt: skip
+    if in_scale is None and out_scale is None and residual.dtype == x.dtype and x.dtype.itemsize > 1:
         plain.fused_add_rmsnorm(x, residual, weight, eps)
         return
-    total = widened("x_in_scale", x, x_in_scale) + residual.float()
+    total = widened(x, in_scale) + residual.float()
     residual.copy_(total)
-    out.copy_(narrowed("x_out_scale", plain.rmsnorm(total, weight, eps), x_out_scale, out.dtype))
+    x.copy_(narrowed(plain.rmsnorm(total, weight, eps), out_scale, x.dtype))

@@ -109,6 +109,10 @@ def test_bad_input():
     product = sm_constraint_gemm.gemm_persistent
     for argument, call in (
         ("x", lambda: activation.silu_and_mul(torch.ones(2, 7))),
+        ("x", lambda: activation.silu_and_mul(torch.ones(2, 8).int())),
+        ("dtype", lambda: activation.silu_and_mul(x, dtype=torch.int8)),
+        ("out", lambda: norm.rms_norm(x, w, x.int(), 0.0)),
+        ("x_out", lambda: norm.rms_norm_add_residual(x, x.clone(), w, 0.0, torch.ones(1, 8).expand(2, 8))),
         ("o_scale", lambda: activation.silu_and_mul(x, o_scale=torch.ones(2))),
         ("out", lambda: norm.rms_norm(x, w, torch.ones(2, 4), 0.0)),
         ("in_scale", lambda: norm.rms_norm(x, w, x.clone(), 0.0, in_scale=torch.ones(2))),
