@@ -5,7 +5,7 @@ Names are imported at first use: `import flashinfer` loads neither torch nor Tri
 
 from importlib import import_module
 
-from flashinfer._core.env import api_level
+from flashinfer._core.env import api_level, traces_calls
 from flashinfer.version import __version__, check_supported
 
 check_supported()
@@ -217,6 +217,7 @@ _ROOT_NAMES = {
 _MODULE_OF = {name: module for module, names in _ROOT_NAMES.items() for name in names} | {
     "AttentionVariant": "ops.attention.variants",
     "explain": "_core.dispatch",
+    "fi_trace": "fi_trace",
 }
 
 __all__ = ["__version__", *sorted({*_MODULE_OF, *_ROOT_NAMES})]
@@ -237,5 +238,5 @@ def __dir__():
     return sorted({*globals(), *__all__})
 
 
-if api_level():
+if api_level() or traces_calls():
     import_module(f"{__name__}.api_logging").install()

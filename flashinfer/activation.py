@@ -13,6 +13,7 @@ from flashinfer.ops import activation as room
 from flashinfer.ops import layouts
 from flashinfer.quantization.gated import silu_quantised
 from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, Unset, resolve_nvfp4_4over6
+from flashinfer.trace.templates import describe
 
 __all__ = [
     "gelu_and_mul",
@@ -248,3 +249,6 @@ def _result_shape(input) -> torch.Size:
     last = input.shape[-1] if input.dim() else 0
     require(input.dim() > 0 and last % 2 == 0, "input", tuple(input.shape), "[..., 2 * hidden]")
     return torch.Size((*input.shape[:-1], last // 2))
+
+
+describe(__name__, globals())

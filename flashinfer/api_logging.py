@@ -1,6 +1,7 @@
 """The log of calls: FLASHINFER_LOGLEVEL 1 names them, 3 adds shapes, 5 values, 10 writes them to disk.
 
-At level 0 nothing of this is imported by `import flashinfer`, and no function is wrapped.
+With FLASHINFER_TRACE_DUMP=1 they write their definitions. At level 0 and without it, nothing of this is imported by
+`import flashinfer`, and no function is wrapped.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from typing import Any
 import torch
 
 from flashinfer._core import call_dump, call_log, env
+from flashinfer.trace.attached import attach
 
 __all__ = ["flashinfer_api", "replay", "replay_from_dump", "replay_sequence"]
 
 _LEVEL = env.api_level()
+_WRAPPED = _LEVEL > 0 or env.traces_calls()
 _dumps: call_dump.Dumps | None = None
 # Folders of the package that hold no public functions.
-_INNER = {"_core", "_direct", "api_logging", "cli", "collect_env", "compat", "integrations", "jit", "ops", "testing"}
+_INNER = {"_core", "_direct", "api_logging", "cli", "collect_env", "compat", "integrations", "jit", "ops", "testing",
+          "trace"}
 
 
 class _Depth(threading.local):
@@ -46,9 +50,9 @@ def flashinfer_api(func: Callable | None = None, *, trace=None) -> Callable:
     ----------
     func : callable, optional
         A function, or a method. None: the decorator itself is returned.
-    trace : optional
-        Upstream's description of the function for its tracing tool, which is not here; kept as the attribute
-        `trace_template`.
+    trace : flashinfer.trace.TraceTemplate, optional
+        What definitions of its calls have in common, or a callable that gives one for the arguments of a call: the
+        function has `fi_trace` then (`flashinfer.fi_trace`).
 
     Returns
     -------
@@ -66,10 +70,9 @@ def flashinfer_api(func: Callable | None = None, *, trace=None) -> Callable:
     """
     if func is None:
         return partial(flashinfer_api, trace=trace)
-    wrapped = func if _LEVEL == 0 else _logged(func)
     if trace is not None:
-        wrapped.trace_template = trace
-    return wrapped
+        attach(func, trace)
+    return _logged(func) if _WRAPPED else func
 
 
 def _logged(function: Callable, owner: type | None = None) -> Callable:
@@ -94,6 +97,10 @@ def _call(function, signature, is_method, owner, args, named):
     # A method that a class inherits is logged as that of the object's class.
     name = f"{type(args[0]).__name__}.{function.__name__}" if is_method and args else function.__name__
     arguments = _named(signature, args[1:] if is_method else args, named, is_method)
+    if env.traces_calls() and hasattr(function, "fi_trace"):
+        _tried(name, lambda: function.fi_trace(**_all(signature, is_method, arguments)))
+    if _LEVEL == 0:
+        return function(*args, **named)
     shown = _LEVEL if _LEVEL < 3 or call_dump.wanted(name) else 1
     dump = None
     _tried(name, lambda: call_log.logger().debug("%s", call_log.before(name, arguments, shown)))
@@ -140,6 +147,12 @@ def _named(signature: inspect.Signature, args: tuple, named: dict, is_method: bo
     return found
 
 
+def _all(signature: inspect.Signature, is_method: bool, arguments: dict) -> dict:
+    """Arguments with those that were left out, at their defaults."""
+    parameters = list(signature.parameters.values())[is_method:]
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | arguments
+
+
 def _dumps_now() -> call_dump.Dumps:
     global _dumps
     if _dumps is None:
@@ -152,7 +165,8 @@ def _dumps_now() -> call_dump.Dumps:
 
 def install() -> None:
     """Log every public function, and every public method of public classes, of this package. Done once, at import."""
-    call_log.watch_choices()
+    if _LEVEL:
+        call_log.watch_choices()
     wrapped: dict[int, Callable] = {}
     for module in _modules():
         for name, value in _public(module):

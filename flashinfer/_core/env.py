@@ -60,6 +60,10 @@ DUMP_MAX_COUNT = Variable("FLASHINFER_DUMP_MAX_COUNT", "1000", "calls that a pro
 DUMP_MAX_SIZE_GB = Variable("FLASHINFER_DUMP_MAX_SIZE_GB", "20", "GiB that a process dumps at most")
 DUMP_INCLUDE = Variable("FLASHINFER_DUMP_INCLUDE", "", "patterns of functions to dump, such as *decode*,*.run")
 DUMP_EXCLUDE = Variable("FLASHINFER_DUMP_EXCLUDE", "", "patterns of functions that are not dumped")
+TRACE_DUMP = Variable(
+    "FLASHINFER_TRACE_DUMP", "0", "1 when this package is imported: calls write definitions (`flashinfer.fi_trace`)"
+)
+TRACE_DUMP_DIR = Variable("FLASHINFER_TRACE_DUMP_DIR", "", "the folder of definitions; of calls, fi_trace_out if unset")
 DISABLE_JIT = Variable("FLASHINFER_DISABLE_JIT", "", "anything but 0: as FLASHINFER_FROZEN=1")
 VALIDATE_INPUTS = Variable("FLASHINFER_VALIDATE_INPUTS", "", "anything but 0: FLASHINFER_DEBUG=1 from the import on")
 DISABLE_VERSION_CHECK = Variable(
@@ -87,8 +91,8 @@ AUTOTUNE_DIR = Variable("FLASHINFER_AUTOTUNE_DIR", "", "the same, where FLASHINF
 VARIABLES = (
     WORKSPACE_BASE, PRECOMPILED_DIR, AUTOTUNE_CACHE_DIR, AUTOTUNE_DIR, FROZEN, DISABLE_JIT, DEBUG,
     VALIDATE_INPUTS, LINE_INFO, LOGLEVEL, LOGDEST, DUMP_DIR, DUMP_MAX_COUNT, DUMP_MAX_SIZE_GB, DUMP_INCLUDE,
-    DUMP_EXCLUDE, DISABLE_VERSION_CHECK, PUBLIC_VERSION, NVFP4_4OVER6, NVFP4_4OVER6_ERR_MODE,
-    NVFP4_4OVER6_ERR_USE_FAST_MATH, NVFP4_4OVER6_E4M3_USE_256,
+    DUMP_EXCLUDE, TRACE_DUMP, TRACE_DUMP_DIR, DISABLE_VERSION_CHECK, PUBLIC_VERSION, NVFP4_4OVER6,
+    NVFP4_4OVER6_ERR_MODE, NVFP4_4OVER6_ERR_USE_FAST_MATH, NVFP4_4OVER6_E4M3_USE_256,
 )  # fmt: skip
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -132,6 +136,16 @@ def api_level() -> int:
     """Which of the levels 0, 1, 3, 5 and 10 calls are logged at: the one at or below the number that is asked for."""
     value = LOGLEVEL.get().strip()
     return max(level for level in _CALL_LEVELS if level <= int(value)) if value.isdecimal() else 0
+
+
+def traces_calls() -> bool:
+    """Whether calls write their definitions."""
+    return TRACE_DUMP.get() != "0"
+
+
+def trace_folder() -> str:
+    """The folder of definitions; "" where none is asked for."""
+    return TRACE_DUMP_DIR.get() or ("fi_trace_out" if traces_calls() else "")
 
 
 def _logger() -> logging.Logger:

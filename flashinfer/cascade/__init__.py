@@ -10,6 +10,7 @@ from .shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
+from flashinfer.trace.templates import describe
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -19,3 +20,5 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
 ]
+
+describe(__name__, globals())

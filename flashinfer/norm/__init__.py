@@ -23,6 +23,7 @@ from .fp8 import (
     rmsnorm_quant,
 )
 from .video import fused_qk_rmsnorm_rope
+from flashinfer.trace.templates import describe
 
 __all__ = [
     "add_rmsnorm_fp4quant",
@@ -49,3 +50,5 @@ __all__ = [
     "supports_gated_residual_rmsnorm",
     "supports_rmsnorm_sigmoid_gate",
 ]
+
+describe(__name__, globals())

@@ -9,6 +9,7 @@ from flashinfer.page.quantised import (
     quantize_append_paged_kv_cache_with_slot_mapping,
 )
 from flashinfer.page.tables import get_batch_indices_positions, get_seq_lens
+from flashinfer.trace.templates import describe
 
 __all__ = [
     "append_paged_kv_cache",
@@ -21,3 +22,5 @@ __all__ = [
     "quantize_append_paged_kv_cache",
     "quantize_append_paged_kv_cache_with_slot_mapping",
 ]
+
+describe(__name__, globals())

@@ -19,6 +19,7 @@ from flashinfer.sampling.speculative import chain_speculative_sampling
 # Upstream's older names.
 top_k_renorm_prob = top_k_renorm_probs
 top_p_renorm_prob = top_p_renorm_probs
+from flashinfer.trace.templates import describe
 
 __all__ = [
     "chain_speculative_sampling",
@@ -36,3 +37,5 @@ __all__ = [
     "top_p_renorm_probs",
     "top_p_sampling_from_probs",
 ]
+
+describe(__name__, globals())
