@@ -7,8 +7,8 @@ import torch
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, present, require
 from flashinfer._core.literals import KvLayout, PosEncodingMode
-from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.ops.attention.copies import MadeOfWrappers
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 from .merge import V_DTYPES, merge_states
 

@@ -10,8 +10,8 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._core.literals import KvLayout
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
-from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 from flashinfer.ops.attention.copies import MadeOfWrappers
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 from .merge import merge_state_in_place
 

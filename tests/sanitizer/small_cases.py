@@ -101,7 +101,8 @@ def tokens():
             torch.arange(6, device=DEVICE, dtype=torch.int32), ints(0, 3, 6).to(DEVICE), ints(2, 4).to(DEVICE), name,
         )  # fmt: skip
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE))
-        wrapper.plan(ints(0, 3, 6), ints(0, 1, 2, 3, 4, 5), ints(2, 4), 4, 2, 128, 5, kv_data_type=name)
+        wrapper.plan(ints(0, 3, 6), ints(0, 1, 2, 3, 4, 5), ints(2, 4), 4, 2, 128, 5, q_data_type=torch.bfloat16,
+                     kv_data_type=name)  # fmt: skip
         wrapper.run(randn(2, 4, 128), codes, kv_cache_sf=factors)
 
 
