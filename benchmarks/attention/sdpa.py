@@ -1,7 +1,8 @@
 """torch's scaled_dot_product_attention by its cuDNN and flash backends, as peers of the rows that it can state.
 
 Keys are dense rows: it reads no pages. GQA is asked for by `enable_gqa`, and by keys expanded to all query heads before
-the clock starts; the faster of the two stands for the backend.
+the clock starts; the faster of the two stands for the backend. "naive" is the formula in torch's operations, with all
+logits in memory, where these are no more than 8 GiB.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from workload import Attention, Tensors, rows_of_keys
 
 from flashinfer.testing.bench import Work
 
+# Logits, of 2 bytes first and then 4.
+_NAIVE = 1 << 31
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -39,7 +42,22 @@ def works(a: Attention, t: Tensors, check) -> dict[str, Work]:
             name = backend if group == 1 else f"{backend}/{heads}"
             run = partial(_attention, a, _BACKENDS[backend])
             found[name] = Work(run, (t.q, *keys), check=lambda out: check(out.transpose(1, 2).flatten(0, 1)))
+    if a.requests * a.qo_heads * a.q_len * a.kv_len <= _NAIVE:
+        found["naive"] = Work(partial(_naive, a), (t.q, k, v), check=check)
     return found
+
+
+def _naive(a: Attention, q, k, v):
+    """softmax(mask(scale q k^T)) v, [tokens, heads, dim]; logits in the dtype of q, their softmax in float32."""
+    q, k, v = (x.view(a.requests, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    group = a.qo_heads // a.kv_heads
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    logits = (q @ k.mT) * a.head_dim_qk**-0.5
+    if a.causal:
+        stands = torch.arange(a.kv_len - a.q_len, a.kv_len, device=q.device)
+        logits.masked_fill_(torch.arange(a.kv_len, device=q.device) > stands[:, None], float("-inf"))
+    weights = logits.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v).transpose(1, 2).flatten(0, 1)
 
 
 def _attention(a: Attention, backend: SDPBackend, q, k, v):

@@ -232,7 +232,10 @@ class Beside:
         return [library for library in self.libraries if case.problem and case.problem in library.takes]
 
     def measure(self, module: Path, case: bench.Case, row: dict) -> None:
-        """Add the row's libraries to `row["peers"]`, and ours to the row where it has no time yet."""
+        """Add the row's libraries to `row["peers"]`, and ours to the row where it has no time yet.
+
+        So are the peers that the row brings, where they are not there: they run in this process, in turn with ours.
+        """
         libraries, work = self.takes(case), None
         if self._left() <= 0:
             row["peers"] |= {library.name: {"error": "not measured: the time was used up"} for library in libraries}
@@ -244,6 +247,11 @@ class Beside:
             ours = None
             row |= bench.failed(error) if "us" not in row else {}
         seen: list[float] = []
+        for name, peer in (work.peers if ours is not None else {}).items():
+            if name not in row["peers"]:
+                peer = peer if isinstance(peer, bench.Work) else bench.Work(peer, work.inputs)
+                row["peers"][name] = self._brought(peer, ours, seen)
+                self.tell(f"{case.name}, {name}: {_line(row['peers'][name])}")
         for library in libraries:
             row["peers"] |= self._rounds(library, module, case, ours, seen)
         if ours is not None and "us" not in row:
@@ -272,12 +280,28 @@ class Beside:
             self.tell(f"{case.name}, {name}: {_line(found[name])}")
         return found
 
+    def _brought(self, peer: bench.Work, ours: Sampler, seen: list[float]) -> dict:
+        try:
+            result = peer.run(*peer.inputs)
+            if peer.check is not None:
+                peer.check(result)
+            theirs = Sampler(lambda: peer.run(*peer.inputs), self.device)
+            return self._turns(lambda: {"us": theirs(), "driven": theirs.driven}, ours, seen)
+        except Exception as error:
+            return bench.failed(error)
+
     def _in_turn(self, library: Library, way: str, ours, seen: list[float]) -> dict:
+        return self._turns(
+            lambda: library.ask(self._limit(), do="time", way=way, milliseconds=ROUND_MS), ours, seen
+        )  # fmt: skip
+
+    def _turns(self, times: Callable[[], dict], ours, seen: list[float]) -> dict:
+        """Rounds of ours and of a peer, whose `times` are samples and how they were taken, or an error."""
         mine, theirs, driven = [], [], ""
         for _ in range(ROUNDS):
             if ours is not None:
                 mine += ours()
-            answer = library.ask(self._limit(), do="time", way=way, milliseconds=ROUND_MS)
+            answer = times()
             if "error" in answer:
                 return answer
             theirs += answer["us"]

@@ -27,7 +27,11 @@ def doubled(device, row="double"):
 
 def cases(device):
     yield Case("double", doubled, "group", (Target("good", 0.0001),), problem="double")
-    yield Case("double again", lambda d: doubled(d, "again"), problem="double")
+    def brings(device):
+        work = doubled(device, "again")
+        peers = {"its own": lambda x: x * 2, "its wrong one": Work(lambda x: x, work.inputs, check=work.check)}
+        return Work(work.run, work.inputs, check=work.check, given=work.given, peers=peers)
+    yield Case("double again", brings, problem="double")
     yield Case("nobody's", doubled, problem="nobody's")
     yield Case("plain", doubled)
     def wrong(device):
@@ -120,7 +124,10 @@ def test_each_library_has_its_time_or_the_name_of_its_error(folders):
     }.items():  # fmt: skip
         assert wrong.pop(name).startswith(start)
     assert not wrong and str(folders) not in json.dumps(result)
-    assert rows["double again"]["peers"]["hanging"]["error"] == row["peers"]["hanging"]["error"]
+    again = rows["double again"]["peers"]
+    assert again["hanging"]["error"] == row["peers"]["hanging"]["error"]
+    assert again["its own"]["us"] > 0 and again["its own"]["samples"] >= interleaved.ROUNDS * 4
+    assert again["its wrong one"]["error"].startswith("AssertionError: wrong result")
     # ours gets it wrong, the library does not, and is timed alone
     alone = rows["ours is wrong"]
     assert alone["error"].startswith("AssertionError: wrong result") and "us" not in alone
