@@ -16,6 +16,7 @@ from flashinfer.ops.attention.mla.problem import latent_problem
 from flashinfer.ops.attention.options import PlanOptions, kv_name
 from flashinfer.ops.attention.prefill import prefill
 from flashinfer.ops.attention.problem import Problem, Scalars
+from flashinfer.ops.attention.split import SplitPolicy
 
 
 class Kernels:
@@ -47,6 +48,9 @@ class Kernels:
             # Up to 64 rows a tile reads memory longer than it multiplies.
             self.problem, self._op = _problem(options, rows, custom), decode if rows <= 64 else prefill
         self.choice: Choice = self._op(self.problem, device, backend)
+        if self._op is decode and _many_splits(options, self.choice, device):
+            self.problem = replace(self.problem, many_splits=True)
+            self.choice = self._op(self.problem, device, backend)
         self.latest = self.choice
         self.scalars = Scalars(
             # Of latent attention, calls bring their factors: this is what a graph wrapper holds later plans to.
@@ -133,6 +137,14 @@ def check_captured(old: Kernels, new: Kernels) -> None:
     )  # fmt: skip
     now, was = new.choice.variant.name, old.choice.variant.name
     require(now == was, "backend", now, f"{was}, as first planned: a captured graph cannot follow")
+
+
+def _many_splits(o: PlanOptions, choice: Choice, device: torch.device) -> bool:
+    """Whether the splits of a tile may be so many that kernels combine them in two levels."""
+    c = choice.config
+    if o.disable_split_kv or choice.variant.name == "reference":
+        return False
+    return SplitPolicy.of(c, target_of(device).sms, o.num_kv_heads, c.block_n, o.splits).many
 
 
 def _problem(o: PlanOptions, rows: int, custom: bool) -> Problem:

@@ -113,7 +113,8 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
     types.update(params)
     rope = p.pos_encoding == "ROPE_LLAMA"
     constants = {
-        "partial.SPLIT": p.split, "partial.SPLITS": c.combine_splits, "partial.ROWS": c.combine_rows,
+        "partial.SPLIT": p.split, "partial.MANY": p.many_splits, "partial.SPLITS": c.combine_splits,
+        "partial.ROWS": c.combine_rows,
         "mask.CAUSAL": p.mask == "causal", "mask.WINDOW": p.window, "mask.CUSTOM": p.mask == "custom",
         "heads.SINKS": p.sinks, "heads.SCALES": p.head_scales, "heads.ALIBI": p.pos_encoding == "ALIBI",
         "numbers.SOFT_CAP": p.soft_cap, "rope.ON": rope, "dims.PAGE_SIZE": p.page_size, "dims.D_QK": p.head_dim_qk,

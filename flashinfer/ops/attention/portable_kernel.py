@@ -348,9 +348,10 @@ def attend_kernel(
             tl.store(partial.lse + at, s, mask=row_ok)
             split = tl.arange(0, partial.SPLITS)[:, None]
             combine_if_last(
-                work.arrivals, partial.out, partial.lse, out, lse, heads.sinks, first_slot, splits,
+                work.arrivals, partial.out, partial.lse, out, lse, heads.sinks, slot, first_slot, splits,
                 tl.arange(0, partial.ROWS)[None, :], split, dv[None, None, :], tile_row, q_row, q_len, kv_head,
-                num_kv_heads, out_by.token, out_by.head, GROUP, dims.D_VO, BLOCK_M, heads.SINKS, LSE, SOFTMAX,
+                num_kv_heads, out_by.token, out_by.head, partial.MANY, GROUP, dims.D_VO, BLOCK_M, heads.SINKS, LSE,
+                SOFTMAX,
             )  # fmt: skip
             return
     o_at = n * out_by.token + head * out_by.head

@@ -187,10 +187,10 @@ def attend_latent_kernel(
             tl.store(partial.out + at[:, None] * dims.D + dv[None, :], acc, mask=in_out)
             tl.store(partial.lse + at, s, mask=row_ok)
             combine_if_last(
-                work.arrivals, partial.out, partial.lse, out, lse, call.sinks, first_slot, splits,
+                work.arrivals, partial.out, partial.lse, out, lse, call.sinks, slot, first_slot, splits,
                 tl.arange(0, partial.ROWS)[None, :], tl.arange(0, partial.SPLITS)[:, None], dv[None, None, :], tile_row,
-                q_row, q_len, 0, 1, out_by.token, out_by.head, HEADS, dims.D, BLOCK_M, call.SINKS, call.LSE, SOFTMAX,
-                LN2 if call.BASE_E else 1.0,
+                q_row, q_len, 0, 1, out_by.token, out_by.head, True, HEADS, dims.D, BLOCK_M, call.SINKS, call.LSE,
+                SOFTMAX, LN2 if call.BASE_E else 1.0,
             )  # fmt: skip
             return
     o_at = n * out_by.token + head * out_by.head
