@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from flashinfer.ops.attention.split import FEW
 from flashinfer.testing import generate
-from flashinfer.testing.emulator import emulate
+from flashinfer.testing.emulator import EmulationError, emulate
 from tests.ops.attention.cases import check, run_decode
 from tests.ops.attention.oracle import Options
 
@@ -13,10 +14,10 @@ SEEDS = (0, 1)
 
 
 def check_decode(seed=1, options=Options(), dtype=BF16, kv_dtype=None, dim=64, heads=(8, 2), page_size=16,
-                 kv=(300, 1, 0, 70), arch="90a", kv_layout="NHD", watch=None):  # fmt: skip
+                 kv=(300, 1, 0, 70), arch="90a", kv_layout="NHD", plan=None, watch=None):  # fmt: skip
     x = generate.ragged_batch([1] * len(kv), list(kv), *heads, dim, dtype=dtype, kv_dtype=kv_dtype)
     with emulate(arch, seed=seed, watch=watch) as launched:
-        result = run_decode(x, options, "sm80", page_size=page_size, kv_layout=kv_layout)
+        result = run_decode(x, options, "sm80", page_size=page_size, kv_layout=kv_layout, plan=plan)
     assert "attend_sm80_kernel" in launched
     check(result, x, options)
 
@@ -24,6 +25,28 @@ def check_decode(seed=1, options=Options(), dtype=BF16, kv_dtype=None, dim=64, h
 def test_decode_quickly():
     check_decode()
     check_decode(kv_dtype=E4M3, arch="80")
+
+
+def test_more_splits_than_are_combined_in_one_level():
+    """One more, of 64 keys; twice as many in FP8, of 32. The launch has combined groups, behind barriers."""
+    for case in (dict(kv=(64 * FEW + 1, 70)), dict(kv=(64 * FEW,), kv_dtype=E4M3)):
+        places = set()
+        check_decode(heads=(8, 1), plan=dict(fixed_split_size=32), watch=lambda _, place: places.add(place), **case)
+        assert any("_combine_group" in place for place in places)
+
+
+@pytest.mark.parametrize("counter", (0, 1))
+def test_groups_that_are_released_without_a_barrier_are_found(counter):
+    """The barriers before a group's counter and before the tile's, one of them left out."""
+    sites = {}
+
+    def watch(operation, place):
+        if operation != "block barrier" or "_is_last" not in place:
+            return None
+        return "skip" if sites.setdefault(place, len(sites)) == counter else None
+
+    with pytest.raises(EmulationError, match="no barrier of theirs between"):
+        check_decode(heads=(8, 1), kv=(64 * FEW + 1,), plan=dict(fixed_split_size=64), watch=watch)
 
 
 @pytest.mark.matrix
@@ -43,6 +66,9 @@ def test_decode_quickly():
         dict(kv=(3000,)),
         dict(kv=(2000, 17, 1500)),
         dict(options=Options(window_left=50)),
+        dict(heads=(8, 1), kv=(64 * FEW + 700, 4), dim=128, plan=dict(fixed_split_size=64)),
+        dict(heads=(16, 1), kv=(64 * FEW + 2000,), dim=32, plan=dict(fixed_split_size=64)),
+        dict(heads=(2, 2), kv=(6000,), kv_dtype=E5M2, plan=dict(fixed_split_size=32)),
         dict(options=Options(logits_soft_cap=1.5)),
         dict(options=Options(pos_encoding_mode="ALIBI")),
     ),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashinfer
-from flashinfer.ops.attention.split import Limits, SplitKnobs, SplitPolicy, capacity
+from flashinfer.ops.attention.split import FEW, Limits, SplitKnobs, SplitPolicy, capacity
 from flashinfer.testing.compare import assert_close
 
 
@@ -50,6 +50,27 @@ def test_capacity_is_enough(lengths, policy, group, tile_rows, more, uniform):
     limits = Limits(len(lengths) + more, sum(q for q, _ in lengths), sum(k for _, k in lengths), longest)
     items, slots = capacity(policy, group, tile_rows, limits)
     assert all(has >= need for has, need in zip((items, slots), made(policy, group, tile_rows, 16, lengths)))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(requests, st.integers(1, 300), st.sampled_from((1, 3, 16)), st.sampled_from((1, 50, 10**6)))
+def test_without_many_no_tile_has_more_splits_than_one_level_combines(lengths, share, group, longer):
+    """What kernels are compiled for: keys of one request that dwarfs the others included."""
+    lengths = [*lengths, (1, longer * lengths[0][1])]
+    policy = SplitPolicy(share=share)
+    slots = made(policy, group, 16, 16, lengths)[1]
+    assert slots <= policy.by_share
+    assert policy.many or slots <= FEW
+
+
+@pytest.mark.parametrize(
+    "programs, kv_heads, fixed, many",
+    ((2, 1, None, True), (2, 2, None, True), (2, 4, None, False), (2, 8, None, False), (4, 8, None, False),
+     (4, 4, None, True), (2, 8, 4096, True)),
+)  # fmt: skip
+def test_few_heads_and_fixed_lengths_may_make_many_splits(programs, kv_heads, fixed, many):
+    assert SplitPolicy.of(SplitKnobs(programs_per_sm=programs), 132, kv_heads, 64, fixed).many is many
+    assert not SplitPolicy().many
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -138,3 +138,20 @@ def test_fp8_keys_keep_the_range_of_bfloat16_queries(kv_dtype, q_len, device):
         options = Options(causal=True, sm_scale=128**-0.5 / size)
         for backend in backends(device):
             check(run_paged(y, options, backend), y, options)
+
+
+def test_more_splits_than_one_level_combines(device):
+    """More than 96 splits of 128 keys: right, the same bits again, and in another batch; also where windows hide most."""
+    kv = (97 * 128 + 5, 300)
+    x = generate.ragged_batch([1] * 2, list(kv), 3, 1, 32, dtype=torch.float16, device=device)
+    alone = generate.ragged_batch([1], [kv[0]], 3, 1, 32, dtype=torch.float16, device=device)
+    alone = replace(alone, q=x.q[:1], k=x.k[: kv[0]], v=x.v[: kv[0]])
+    plan = dict(fixed_split_size=128)
+    for backend in backends(device):
+        result = run_decode(x, Options(), backend, plan=plan)
+        check(result, x, Options())
+        for again in (run_decode(x, Options(), backend, plan=plan), run_decode(alone, Options(), backend, plan=plan)):
+            for a, b in zip(again, result):
+                assert_bitwise(a, b[: len(a)])
+        windowed = Options(window_left=12000)
+        check(run_decode(x, windowed, backend, plan=plan), x, windowed)
