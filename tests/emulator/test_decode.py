@@ -14,9 +14,10 @@ SEEDS = (0, 1)
 
 
 def check_decode(seed=1, options=Options(), dtype=BF16, kv_dtype=None, dim=64, heads=(8, 2), page_size=16,
-                 kv=(300, 1, 0, 70), arch="90a", kv_layout="NHD", plan=None, watch=None):  # fmt: skip
+                 kv=(300, 1, 0, 70), arch="90a", kv_layout="NHD", plan=None, sms=2,
+                 watch=None):  # fmt: skip
     x = generate.ragged_batch([1] * len(kv), list(kv), *heads, dim, dtype=dtype, kv_dtype=kv_dtype)
-    with emulate(arch, seed=seed, watch=watch) as launched:
+    with emulate(arch, seed=seed, sms=sms, watch=watch) as launched:
         result = run_decode(x, options, "sm80", page_size=page_size, kv_layout=kv_layout, plan=plan)
     assert "attend_sm80_kernel" in launched
     check(result, x, options)
@@ -28,10 +29,12 @@ def test_decode_quickly():
 
 
 def test_more_splits_than_are_combined_in_one_level():
-    """One more, of 64 keys; twice as many in FP8, of 32. The launch has combined groups, behind barriers."""
-    for case in (dict(kv=(64 * FEW + 1, 70)), dict(kv=(64 * FEW,), kv_dtype=E4M3)):
+    """One more, of 64 keys; twice as many in FP8, of 32; those of a long request on a whole chip."""
+    fixed = dict(heads=(8, 1), plan=dict(fixed_split_size=32))
+    for case in (dict(kv=(64 * FEW + 1, 70), **fixed), dict(kv=(64 * FEW,), kv_dtype=E4M3, **fixed),
+                 dict(heads=(2, 1), kv=(25000,), dim=16, sms=132)):  # fmt: skip
         places = set()
-        check_decode(heads=(8, 1), plan=dict(fixed_split_size=32), watch=lambda _, place: places.add(place), **case)
+        check_decode(watch=lambda _, place: places.add(place), **case)
         assert any("_combine_group" in place for place in places)
 
 

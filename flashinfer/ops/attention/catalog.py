@@ -36,6 +36,10 @@ def decode_problems() -> Iterator[Problem]:
     yield replace(base, page_size=5, aligned=False, window=True)
     yield replace(base, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", pos_encoding="ROPE_LLAMA")
     yield replace(base, mask="causal", rows=64)
+    # Few KV heads on a card.
+    yield replace(base, group=8, many_splits=True)
+    yield replace(base, group=8, many_splits=True, kv_dtype="fp8e4nv")
+    yield replace(base, group=8, many_splits=True, mask="causal", rows=64)
     # Heads whose columns warps share.
     wide = _sized(base, (256, 256, 8))
     yield replace(wide, kv_dtype="fp8e4nv", page_size=1, window=True, soft_cap=True, sinks=True)

@@ -55,7 +55,8 @@ class Problem:
     split : bool
         Whether a request's keys may be divided among several work items, with partial results to combine.
     many_splits : bool
-        Whether a tile of up to 64 rows may have so many splits that they are combined in two levels (`SplitPolicy.many`).
+        Whether a tile of up to 64 rows may have so many splits that they are combined in two levels
+        (`SplitPolicy.many`).
     rows : int
         Query rows a tile should hold, GQA heads included: 16, 32, 64 or 128.
     aligned : bool

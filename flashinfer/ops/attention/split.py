@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 # Splits of a tile that are combined in one level (_device/combine.py).
 #
-# One program reads them, at 8 rows of 128 columns 16 splits in about 0.9 us. 96 splits are 6 rounds, 5.4 us; in two
+# One program reads them, at 8 rows of 128 columns 16 splits in about 0.9 us. 96 splits are 6 rounds, 5.3 us; in two
 # levels, 16 splits and then 6 groups, they are 2 rounds, and 1.5 us for a fence, an atomic, a write and a read more:
-# 3.3 us. 256 splits, a long request of one KV head on 132 multiprocessors, are 14.4 and 3.3 us. All predicted, not
-# timed. Two levels would gain from 64 splits on. 96 leaves kernels as they were timed whose policy makes fewer: up to 89
-# in bf16 from 4 KV heads on, and in FP8 from 8 on.
+# 3.3 us. 256 splits, a long request of one KV head on 132 multiprocessors, are 14 and 3.3 us. Predicted, not timed: see
+# docs/rooms/attention-decode.md. Two levels would gain from 64 splits on. 96 leaves kernels as they were timed whose
+# policy makes fewer: on 132 multiprocessors 89 in bf16 of 4 KV heads, and in FP8 of 8.
 FEW = 96
 
 

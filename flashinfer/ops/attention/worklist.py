@@ -95,7 +95,8 @@ class WorkList:
     counts : int32 Tensor [1]
         Items in use.
     arrivals : int32 Tensor [max_slots * kv_heads]
-        Splits of a tile that are done, at its first slot: the last of them combines all. Zero between launches.
+        Splits of a tile that are done, at its first slot: the last of them combines all. Of many splits, those of each
+        group at its first slot, and groups at the tile's second (_device/combine.py). Zero between launches.
     partial_out : float32 Tensor [max_slots * kv_heads * block_m * head_dim_vo], optional
     partial_lse : float32 Tensor [max_slots * kv_heads * block_m], optional
     max_items, max_slots : int

@@ -59,8 +59,8 @@ def combine_rows(
     SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True, LSE_UNIT: tl.constexpr = 1.0,
     apart=1,
 ):  # fmt: skip
-    """Combine rows `row` ([1, rows]) of a tile, whose partial results are in `splits` slots, `apart` from one another, from
-    `first_slot` on.
+    """Combine rows `row` ([1, rows]) of a tile, whose partial results are in `splits` slots: first_slot, first_slot +
+    apart, ...
 
     partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalized per split; partial_lse is float32
     [slots, kv_heads, BLOCK_M], base 2. For a row that saw no key in a split they are 0 and -inf. Splits are added in
@@ -117,8 +117,8 @@ def _combine_group(
 
 @triton.jit
 def _is_last(counter, splits):
-    """Count a result as stored; whether it is the last of `splits`. Then the counter is back at 0, for the next launch or
-    replay."""
+    """Count a result as stored; whether it is the last of `splits`. The last one resets the counter to zero, for the
+    next launch or replay."""
     # The barrier orders the stores of all threads before the atomic, which releases them and acquires other programs'.
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
@@ -134,12 +134,12 @@ def combine_if_last(
     BLOCK_M: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True,
     LSE_UNIT: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Count a split of a tile, in `slot`, as stored. The program that counts the last split combines the tile; no program
-    waits. With MANY there may be more than FEW splits, and so groups.
+    """Count a split of a tile, in `slot`, as stored. The program that counts the last split combines the tile; no
+    program waits. With MANY there may be more than FEW splits, and then there are groups.
 
     Groups are of neighbouring splits, so that the result depends on the splits of the tile alone, not on the order in
-    which they finished. Counters are those of the slots of a tile, at 0 between launches: a group's at its first slot,
-    and the tile's at its first, or with groups at its second.
+    which they finished. Counters are at slots of the tile, and 0 between launches: a group's at its first slot, the
+    tile's at the tile's first, and with groups at its second.
     """
     row_count = tl.minimum(q_len * GROUP - tile_row, BLOCK_M)
     counters = arrivals + first_slot * num_kv_heads + kv_head

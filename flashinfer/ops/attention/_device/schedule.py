@@ -247,7 +247,7 @@ def schedule_kernel(
         tl.store(record + ITEM_SPLITS, splits, mask=in_batch)
         tl.store(record + ITEM_TAKEN, 0, mask=in_batch)
     if splits > 1:
-        # Counters of finished splits for each (tile, KV head), at the tile's first slot.
+        # Counters of finished splits, and of groups of them, for each KV head, at slots of their tile.
         for start in range(0, tiles * splits * kv_heads, LANES):
             n = start + number
             tl.store(arrivals + first_slot * kv_heads + n, 0, mask=n < tiles * splits * kv_heads)

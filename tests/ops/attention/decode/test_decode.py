@@ -141,7 +141,7 @@ def test_fp8_keys_keep_the_range_of_bfloat16_queries(kv_dtype, q_len, device):
 
 
 def test_more_splits_than_one_level_combines(device):
-    """More than 96 splits of 128 keys: right, the same bits again, and in another batch; also where windows hide most."""
+    """98 splits of 128 keys: right, the same bits again, and alone as in a batch."""
     kv = (97 * 128 + 5, 300)
     x = generate.ragged_batch([1] * 2, list(kv), 3, 1, 32, dtype=torch.float16, device=device)
     alone = generate.ragged_batch([1], [kv[0]], 3, 1, 32, dtype=torch.float16, device=device)

@@ -8,6 +8,7 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
+from flashinfer.testing.emulator import emulate
 from tests.ops.attention.cases import backends, workspace
 from tests.ops.attention.mla.latents import LOG2E, check, expected, latents
 
@@ -71,6 +72,15 @@ def test_split_requests(device):
         check(wrapper.run(*x.parts(), return_lse=True, sinks=sinks), x, SCALE, sinks=sinks)
         result = wrapper.run(*x.parts(), return_lse=True, return_lse_base_on_e=True)
         check(result, x, SCALE, base_e=True)
+
+
+def test_more_splits_than_one_level_combines():
+    """One request on a chip of 132 multiprocessors: more than 96 splits of 64 keys."""
+    x = latents([1], [98 * 64], 3, 32, 8, 16)
+    sinks = torch.tensor([0.5, -3.0, 40.0])
+    with emulate("90a", sms=132):
+        result = plan(x, "portable", 16).run(*x.parts(), return_lse=True, return_lse_base_on_e=True, sinks=sinks)
+    check(result, x, SCALE, base_e=True, sinks=sinks)
 
 
 def test_lse_mode(device):
