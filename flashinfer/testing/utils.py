@@ -136,7 +136,7 @@ def dequantize_fp8(x: torch.Tensor, x_scale: torch.Tensor, scale_major_mode: str
     tensor([[2., 2., 3., 3.]])
     """
     scales = _exchanged(x_scale, scale_major_mode)
-    fits = x.dim() == scales.dim() and all(n > 0 and size % n == 0 for size, n in zip(x.shape, scales.shape))
+    fits = x.dim() == scales.dim() and all(size % n == 0 if n else size == 0 for size, n in zip(x.shape, scales.shape))
     require(fits, "x_scale", tuple(x_scale.shape), f"whole tiles of x, {tuple(x.shape)}")
     tiled = _tiled(x.float(), list(scales.shape))
     return _untiled(tiled * scales.reshape(*scales.shape, *[1] * x.dim()))
@@ -221,7 +221,7 @@ def _exchanged(scales, mode):
 
 def _tiled(x, tiles):
     """[a n, b m] as [a, b, n, m], where `tiles` is [a, b]."""
-    split = x.reshape([size for n, whole in zip(tiles, x.shape) for size in (n, whole // n if n else 0)])
+    split = x.reshape([size for n, whole in zip(tiles, x.shape) for size in (n, whole // n if n else 1)])
     return split.permute(*range(0, split.dim(), 2), *range(1, split.dim(), 2))
 
 

@@ -137,12 +137,17 @@ class TraceTemplate:
         self.constraints, self.tags = constraints or [], tags or []
 
     def axis_values(self, arguments: dict[str, Any]) -> dict[str, int]:
-        """Lengths of the axes that the arguments tell: by tensors that are required, numbers, then optional tensors."""
+        """Lengths of the axes that the arguments tell: by tensors that are required, numbers, then optional tensors.
+
+        Tensors with as many axes as their template are asked first.
+        """
         found: dict[str, int] = {}
+        given = [(part, self._given(name, arguments)) for name, part in self.inputs.items() if isinstance(part, Tensor)]
+        tensors = [(part, tensor) for part, tensor in given if isinstance(tensor, torch.Tensor)]
+        tensors.sort(key=lambda pair: len(pair[0].dim_names) != pair[1].dim())
         for optional in (False, True):
-            for name, part in self.inputs.items():
-                tensor = self._given(name, arguments) if isinstance(part, Tensor) else None
-                if isinstance(part, Tensor) and part.optional == optional and isinstance(tensor, torch.Tensor):
+            for part, tensor in tensors:
+                if part.optional == optional:
                     for axis, length in zip(part.dim_names, tensor.shape):
                         found.setdefault(axis, int(length))
             for axis in self.axes.keys() - found.keys():

@@ -120,7 +120,7 @@ def backend_requirement(
                 raise ValueError(f"common_check: {name} has no backends and its check no supported_compute_capability")
             return common_check.is_compute_capability_supported(cc)
 
-        def choose(cc: int | None, *args, **named) -> bool:
+        def choose(cc: int | None, /, *args, **named) -> bool:
             """Whether a backend takes the call; those that do, best first, are left in `suitable_auto_backends`."""
             if common_check is not None and not common_check(*args, **named):
                 return False

@@ -92,6 +92,17 @@ def test_operands_of_deepgemm(device):
     assert ((codes.float() * each - x[:, :200]).abs() <= (x[:, :200].abs() * 2.0**-4).maximum(each * 2.0**-10)).all()
 
 
+@pytest.mark.parametrize("cast", [per_token_cast_to_fp8, per_block_cast_to_fp8])
+def test_operands_without_tokens(cast, device):
+    codes, scales = cast(torch.randn(0, 256, device=device))
+    assert codes.dtype == torch.float8_e4m3fn and tuple(codes.shape) == (0, 256)
+    assert scales.dtype == torch.float32 and tuple(scales.shape) == (0, 2)
+    if cast is per_token_cast_to_fp8:
+        assert tuple(dequantize_fp8(codes, scales, "K").shape) == (0, 256)
+    with pytest.raises(ValueError, match="^x_scale: got "):
+        dequantize_fp8(torch.ones(4, 4), torch.ones(0, 4), "K")
+
+
 def test_sizes_of_cold_measurements(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1000))

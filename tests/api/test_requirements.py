@@ -106,6 +106,18 @@ def test_auto_is_what_the_heuristic_likes_best(monkeypatch):
         decorated()(torch.ones(8), backend="auto")
 
 
+def test_a_parameter_may_be_called_as_ours_are():
+    takes = supported_compute_capability([80, 90])(lambda x, cc, backend: cc == 3)
+
+    @backend_requirement({"a": takes}, heuristic_func=lambda able, x, cc, backend: able)
+    def times(x, cc, backend="auto"):
+        return cc * x
+
+    assert times(2, 3) == 6 and times(2, cc=3) == 6
+    with pytest.raises(BackendSupportedError):
+        times(2, 4)
+
+
 def test_functions_without_backends(hopper):
     @supported_compute_capability([90])
     def positive(x, scale):

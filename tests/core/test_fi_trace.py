@@ -98,6 +98,15 @@ def test_the_documented_example(tmp_path):
     assert sys.modules["flashinfer.fi_trace"](flashinfer.rmsnorm, input=x, weight=weight) == found
 
 
+def test_a_tensor_with_more_axes_than_its_template_is_not_believed_first():
+    """Norms take [batch, heads, hidden], too: the weight tells the hidden size."""
+    x, weight = torch.zeros(2, 8, 128, dtype=torch.bfloat16), torch.ones(128, dtype=torch.bfloat16)
+    assert fi_trace(flashinfer.rmsnorm, input=x, weight=weight)["name"] == "rmsnorm_h128"
+    # Where nothing else tells the axis, it is the first tensor that does.
+    alone = TraceTemplate("alone", {"rows": Const()}, {"x": Tensor(["rows"])}, {})
+    assert alone.definition("mine.alone", {"x": torch.zeros(3, 4)})["name"] == "alone_rows3"
+
+
 @everything
 def test_templates_fit_their_functions(module, name):
     """Parameters exist, and real arguments, which the function takes, tell every axis' length and every dtype."""
