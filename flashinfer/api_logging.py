@@ -75,7 +75,7 @@ def flashinfer_api(func: Callable | None = None, *, trace=None) -> Callable:
     return _logged(func) if _WRAPPED else func
 
 
-def _logged(function: Callable, owner: type | None = None) -> Callable:
+def _logged(function: Callable) -> Callable:
     signature = inspect.signature(function)
     is_method = next(iter(signature.parameters), "") == "self"
 
@@ -85,7 +85,7 @@ def _logged(function: Callable, owner: type | None = None) -> Callable:
             return function(*args, **named)
         _depth.inside, call_log.choices.now = True, []
         try:
-            return _call(function, signature, is_method, owner, args, named)
+            return _call(function, signature, is_method, args, named)
         finally:
             _depth.inside, call_log.choices.now = False, None
 
@@ -93,7 +93,7 @@ def _logged(function: Callable, owner: type | None = None) -> Callable:
     return call
 
 
-def _call(function, signature, is_method, owner, args, named):
+def _call(function, signature, is_method, args, named):
     # A method that a class inherits is logged as that of the object's class.
     name = f"{type(args[0]).__name__}.{function.__name__}" if is_method and args else function.__name__
     arguments = _named(signature, args[1:] if is_method else args, named, is_method)
@@ -213,7 +213,7 @@ def _log_methods(kind: type) -> None:
         for name, value in list(vars(owner).items()):
             public = isinstance(value, FunctionType) and (name == "__init__" or not name.startswith("_"))
             if public and not getattr(value, "is_logged", False):
-                setattr(owner, name, _logged(value, owner))
+                setattr(owner, name, _logged(value))
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------

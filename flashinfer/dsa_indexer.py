@@ -111,7 +111,7 @@ def dsa_indexer_topk(
             require(fits, name, f"{given.dtype} {tuple(given.shape)}", f"{dtype} {shape} on {q.device}")
     indices = torch.empty(shape, dtype=torch.int32, device=q.device) if indices is None else indices
     scores = torch.empty(shape, dtype=torch.float32, device=q.device) if scores is None else scores
-    begins, ends = _windows(q, k, cu_seqlens_q, cu_seqlens_k, q_causal_offsets, ratio)
+    begins, ends = _windows(q, cu_seqlens_q, cu_seqlens_k, q_causal_offsets, ratio)
     # relu(scale x) is scale relu(x).
     weights = w * scale
     for first in range(0, q.shape[0], _QUERIES):
@@ -150,7 +150,7 @@ def dsa_indexer_topk_workspace_size(top_k: int = 2048, device: torch.device | No
     return 0
 
 
-def _windows(q, k, cu_seqlens_q, cu_seqlens_k, offsets, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _windows(q, cu_seqlens_q, cu_seqlens_k, offsets, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys that each query sees: from where on, and up to where, int32 [queries]."""
     device, segments = q.device, cu_seqlens_q.numel() - 1
     of_q = flat_integers(cu_seqlens_q, "cu_seqlens_q", device, segments + 1).long()

@@ -64,8 +64,7 @@ class Format:
     """Codes in blocks.
 
     element : of ELEMENTS. factor : of ELEMENTS, "" where blocks have none. width : codes of a row that share a factor;
-    1 without factors, 0 where a row has one. tiled : factors may lie in the tiles "128x4" and "8x4" of `layouts`, not
-    only "linear".
+    1 without factors, 0 where a row has one.
     global_scale : "divides" where factors are made for values times a scale of the whole tensor, so that a value is
     code * factor / scale; "" where there is none.
     """
@@ -73,14 +72,10 @@ class Format:
     element: str
     factor: str = ""
     width: int = 1
-    tiled: bool = False
     global_scale: str = ""
 
     def code_bytes(self, columns: int) -> int:
         return columns * ELEMENTS[self.element].bits // 8
-
-    def factor_bytes(self, columns: int) -> int:
-        return self.blocks(columns) * ELEMENTS[self.factor].bits // 8 if self.factor else 0
 
     def blocks(self, columns: int) -> int:
         """Factors of a row of a format that has them."""
@@ -100,9 +95,9 @@ FORMATS = {
     "fp8e5": Format("fp8e5"),
     "int8": Format("i8"),
     "fp8_block": Format("fp8e4nv", "fp32", 128),
-    "mxfp8": Format("fp8e4nv", "ue8m0", 32, tiled=True),
-    "mxfp4": Format("e2m1", "ue8m0", 32, tiled=True),
-    "nvfp4": Format("e2m1", "ue4m3", 16, tiled=True, global_scale="divides"),
+    "mxfp8": Format("fp8e4nv", "ue8m0", 32),
+    "mxfp4": Format("e2m1", "ue8m0", 32),
+    "nvfp4": Format("e2m1", "ue4m3", 16, global_scale="divides"),
     "mxint4": Format("i4", "bf16", 32),
     "int4": Format("i4", "bf16", 128),
 }

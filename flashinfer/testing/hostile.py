@@ -95,7 +95,7 @@ def changes(value, required: bool) -> list[Change]:
     if isinstance(value, torch.dtype):
         return [Change(f"{dtype}", dtype) for dtype in _DTYPES if dtype != value] + [Change("3", 3, REFUSED)]
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return list(_of_sequence(value, required))
+        return list(_of_sequence(value))
     if value is None:
         tensor = torch.ones(3, dtype=torch.float32, device="cpu")
         return [Change("a string", "nothing"), Change("-1", -1), Change("a tensor", tensor), Change("NaN", math.nan)]
@@ -122,7 +122,7 @@ def _of_float(value: float) -> Iterator[Change]:
     yield Change("a tensor of two elements", torch.tensor([value, value], dtype=torch.float32, device="cpu"))
 
 
-def _of_sequence(value, required: bool) -> Iterator[Change]:
+def _of_sequence(value) -> Iterator[Change]:
     kind = type(value)
     yield Change("one element less", kind(value[:-1]))
     yield Change("no element", kind())

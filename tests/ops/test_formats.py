@@ -32,6 +32,6 @@ def test_sizes_are_those_that_functions_make(name):
     codes, factors = QUANTISE[name](torch.randn(rows, columns).bfloat16())
     known = FORMATS[name]
     assert codes.numel() * codes.element_size() == rows * known.code_bytes(columns)
-    assert factors.numel() * factors.element_size() == rows * known.factor_bytes(columns)
+    assert 8 * factors.element_size() == ELEMENTS[known.factor].bits
     assert columns // known.width * rows == factors.numel()
     assert all(ELEMENTS[x].per_byte * ELEMENTS[x].bits <= 32 for x in (known.element, known.factor))

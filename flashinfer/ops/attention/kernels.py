@@ -168,6 +168,5 @@ def _problem(o: PlanOptions, rows: int, custom: bool) -> Problem:
         rows=rows,
         variant="" if variant is None else variant.key,
         softmax=variant is None or variant.use_softmax,
-        variant_mask=variant is not None and variant.mask is not None,
         interleaved=o.interleaved,
     )

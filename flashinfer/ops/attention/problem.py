@@ -11,7 +11,6 @@ from flashinfer._core.literals import PosEncodingMode
 from flashinfer.ops.attention.tables import Table
 from flashinfer.ops.formats import KV_FORMATS
 
-MASKS = ("full", "causal", "custom")
 POS_ENCODINGS = get_args(PosEncodingMode)
 FP8 = ("fp8e4nv", "fp8e5")
 # What travels to kernels as bytes, and is widened in registers.
@@ -67,8 +66,6 @@ class Problem:
         The key of a user's variant (`variants.AttentionVariant.key`); "" for none.
     softmax : bool
         Whether weights are the softmax of logits; else they are what the variant makes of them.
-    variant_mask : bool
-        Whether the variant has a mask of its own.
     interleaved : bool
         Whether the nvfp4 factors of V lie four tokens interleaved (`PlanOptions.interleaved`).
     """
@@ -95,7 +92,6 @@ class Problem:
     matrix: bool = True
     variant: str = ""
     softmax: bool = True
-    variant_mask: bool = False
     interleaved: bool = False
 
 

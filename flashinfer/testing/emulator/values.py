@@ -29,7 +29,6 @@ _RAW = {
 _FP8 = {"fp8e4nv": (torch.float8_e4m3fn, 448.0), "fp8e5": (torch.float8_e5m2, 57344.0)}
 _CODES = torch.from_numpy(np.arange(256, dtype=np.uint8))
 _WIDENED = {name: _CODES.view(kind).to(torch.float32).numpy() for name, (kind, _) in _FP8.items()}
-_BY_SIZE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def stored(dtype: Dtype) -> type:
@@ -100,7 +99,7 @@ class Type:
     """What `x.type` of a tensor has."""
 
     def __init__(self, x: Tensor):
-        self.scalar, self.element_ty, self.shape = x.dtype, x.dtype, x.shape
+        self.element_ty, self.shape = x.dtype, x.shape
         self.layout = x.layout if x.layout is not None else ANY_LAYOUT
 
 

@@ -16,9 +16,7 @@ PAGED = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16)
 
 
 def problem_of(variant: AttentionVariant, **changes) -> Problem:
-    return replace(
-        PAGED, variant=variant.key, softmax=variant.use_softmax, variant_mask=variant.mask is not None, **changes
-    )
+    return replace(PAGED, variant=variant.key, softmax=variant.use_softmax, **changes)
 
 
 def compiled(variants, op, name: str, arch: str, base, **changes) -> list[dict]:

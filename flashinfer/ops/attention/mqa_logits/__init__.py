@@ -11,8 +11,6 @@ import torch
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.attention.mqa_logits import config
 
-FORMATS = ("fp8", "mxfp4", "bf16", "fp16")
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -129,7 +129,7 @@ def _send(
 
 
 @triton.jit
-def stage_kernel(rows, own, counts, most, hidden, UNIT: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr):
+def stage_kernel(rows, own, counts, most, hidden, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """Copy the rows [source rank, most, hidden] that exist to peer memory."""
     row = tl.program_id(0)
     hidden = multiple(hidden, UNIT)
@@ -367,8 +367,7 @@ def _build_small(problem: Small, config) -> Build:
     if problem.kind == "stage":
         rows = pointer(problem.dtype, problem.aligned)
         types = {"rows": rows, "own": rows, "counts": "*i32", "most": "i32", "hidden": "i32"}
-        item = torch_dtype(problem.dtype).itemsize
-        constants = {"UNIT": unit(problem.dtype, problem.aligned), "ITEM": item, "BLOCK": problem.block}
+        constants = {"UNIT": unit(problem.dtype, problem.aligned), "BLOCK": problem.block}
         return Build(stage_kernel, types, constants, num_warps=min(max(problem.block // 512, 2), 8))
     types = {"ids": "*i32", "counts": "*i32", "rows": "i64", "most": "i32", "choices": "i32", "invalid": "i32"}
     return Build(sanitize_kernel, types, {"BLOCK": problem.block})

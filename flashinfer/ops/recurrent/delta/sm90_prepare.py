@@ -32,7 +32,6 @@ from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, workspace
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
-WARPS = gl.constexpr(4)
 TOKENS = gl.constexpr(64)
 BLOCK = gl.constexpr(16)
 LOG2E = gl.constexpr(1.4426950408889634)
