@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 
 from flashinfer._core.checks import check_apart, check_indptr, check_values, dtype_name, present, require, same_device
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent import delta as room
-from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.operands import Gates, Kept, Norm, Pool, Tokens
 from flashinfer.ops.recurrent.layouts import state_layout, whole_rows
 
@@ -235,7 +235,7 @@ def run_step(
         keep=keep,
         kept_dtype="" if kept is None else dtype_name(kept.k.dtype),
         norm=norm is not None,
-        tokens=0 if parents is None else power_of_two(parents.shape[1]),
+        tokens=0 if parents is None else power_of_two(parents.shape[1], 16),
         read=pool.read is not None,
         accepted=pool.accepted is not None,
         write=pool.write is not None,

@@ -9,6 +9,7 @@ from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import activation as room
 from flashinfer.ops import layouts
 from flashinfer.quantization.gated import silu_quantised
@@ -236,7 +237,7 @@ def _act_and_mul(input: torch.Tensor, out: torch.Tensor, kind: str, pdl: bool) -
     problem = room.Problem(
         kind=kind,
         dtype=dtype_name(x.dtype),
-        block=min(1 << (hidden - 1).bit_length(), 1024),
+        block=min(power_of_two(hidden), 1024),
         aligned=hidden * x.element_size() % 16 == 0 and is_aligned(x, y),
         pdl=pdl,
     )

@@ -8,6 +8,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import concat as room
 
 __all__ = ["concat_mla_k"]
@@ -71,8 +72,8 @@ def _concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, b
     size = k.element_size()
     problem = room.Problem(
         dtype="u8" if size == 1 else dtype_name(k.dtype),
-        nope_block=1 << max(nope - 1, 0).bit_length(),
-        rope_block=1 << max(k_rope.shape[2] - 1, 0).bit_length(),
+        nope_block=power_of_two(nope),
+        rope_block=power_of_two(k_rope.shape[2]),
         aligned=nope * size % 16 == k_rope.shape[2] * size % 16 == 0 and is_aligned(k, k_nope, k_rope),
     )
     room.concat_mla_k(problem, k.device, **named).run(k, k_nope, k_rope)

@@ -8,6 +8,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import concat as room
 
 __all__ = ["concat_mla_kv_quant_fp8"]
@@ -105,7 +106,7 @@ def _pack(kv: torch.Tensor, rope: torch.Tensor, key: torch.Tensor, value: torch.
     widths = nope_dim, rope_dim, value_dim
     problem = room.Pack(
         dtype_name(kv.dtype),
-        *(1 << max(n - 1, 0).bit_length() for n in widths),
+        *map(power_of_two, widths),
         aligned=all(n % 16 == 0 for n in widths) and is_aligned(kv, rope, key, value),
     )
     room.pack_mla_kv(problem, kv.device, *pinned).run(kv, rope, key, value)

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
 from flashinfer.comm.mapping import Mapping
@@ -67,7 +68,7 @@ def dispatch_in(
     problem = room.Dispatch(
         transport=space.link.transport,
         world=world,
-        choices=1 << (top_k - 1).bit_length(),
+        choices=power_of_two(top_k),
         units="".join(str(_unit(row, payload)) for row, payload in zip(rows, payloads, strict=True)),
         block=config.block(max(rows) // 4),
     )

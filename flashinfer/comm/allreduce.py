@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
+from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._patterns import PATTERNS, Pattern, check_results, given_rows
 from flashinfer.comm._workspaces import (
     DTYPES as _DTYPES,
@@ -306,7 +307,7 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
         world=world,
         dtype=dtype_name(input.dtype),
         # A word of scales stands for 512 columns.
-        block=max(1 << (hidden - 1).bit_length(), 512 if named == "fp8_group" else 128),
+        block=power_of_two(hidden, 512 if named == "fp8_group" else 128),
         two_shot=not one_shot,
         source=kind.source,
         scale_dtype=dtype_name(rows.scales.dtype) if kind.source == "finalize" and rows.scales is not None else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import norm as room
 
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,7 +26,7 @@ def launch(
         kind=op.name,
         dtype=dtype_name(x.dtype),
         weight_dtype=dtype_name((x if weight is None else weight).dtype),
-        block=max(1 << (hidden - 1).bit_length(), least),
+        block=power_of_two(hidden, least),
         gemma=gemma,
         aligned=hidden * x.element_size() % 16 == 0 and is_aligned(*given),
         after=after,

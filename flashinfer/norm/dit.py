@@ -8,6 +8,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import layouts
 from flashinfer.ops import norm as room
 from flashinfer.ops.formats import FORMATS
@@ -359,7 +360,7 @@ def _run(
     problem = room.Modulated(
         dtype=dtype_name(x.dtype),
         factor_dtype=dtype_name(factor.dtype),
-        block=max(1 << (hidden - 1).bit_length(), least),
+        block=power_of_two(hidden, least),
         residual=residual is not None,
         gate=gate is not None,
         gate_bias=gate_bias is not None,

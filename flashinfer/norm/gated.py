@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.sizes import power_of_two
 from flashinfer.norm._rows import ROW_DTYPES, check_rows, check_weights, launch
 from flashinfer.ops import norm as room
 
@@ -374,7 +375,7 @@ def _gated_residual(
     problem = room.Gated(
         dtype=dtype_name(branch.dtype),
         weight_dtype=dtype_name(some_weight.dtype),
-        block=1 << (branch.shape[1] - 1).bit_length(),
+        block=power_of_two(branch.shape[1]),
         weighted=weight is not None,
         alpha=alpha is not None,
         next=next_weight is not None,

@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.sizes import power_of_two
 from flashinfer.norm._rows import ROW_DTYPES
 from flashinfer.ops import rope as room
 from flashinfer.ops.rope.frequencies import Axes
@@ -182,7 +183,7 @@ def _video(
         weight_dtype="" if q_weight is None else dtype_name(q_weight.dtype),
         out="fp8e4nv" if q_out.dtype == torch.float8_e4m3fn else "",
         head_dim=head_dim,
-        heads=1 << (max(out.shape[1] for out in outputs) - 1).bit_length(),
+        heads=power_of_two(max(out.shape[1] for out in outputs)),
         interleave=interleave,
         aligned=head_dim * q_out.element_size() % 16 == 0 and is_aligned(*given),
     )

@@ -10,6 +10,7 @@ from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import KvLayout
 from flashinfer._core.replay import replayed
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import page as room
 from flashinfer.ops.kv_layout import check_layout, paged_views
 from flashinfer.ops.page_table import check_page_table, check_vector
@@ -222,10 +223,6 @@ def _check_rows(append_key, append_value, k_cache, v_cache) -> None:
 
 def as_int32(index: torch.Tensor) -> torch.Tensor:
     return index.to(torch.int32).contiguous()
-
-
-def power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _aligned(rows: torch.Tensor, cache: torch.Tensor) -> bool:

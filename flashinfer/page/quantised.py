@@ -9,11 +9,12 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import KvLayout
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import page as room
 from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES
 from flashinfer.ops.kv_layout import check_layout, paged_views
 from flashinfer.ops.page_table import check_page_table, check_vector
-from flashinfer.page.append import as_int32, power_of_two
+from flashinfer.page.append import as_int32
 from flashinfer.quantization.kv_cache import positive_scale
 
 # The names of `kv_data_type` whose factors are float32, and those of nvfp4, whose append has names of its own.
@@ -394,8 +395,8 @@ def _append_quantised(
         check_page_table(indices, k_cache.shape[0], k_cache.shape[1])
     problem = room.Append(
         dtype=dtype_name(key.dtype),
-        key_block=max(power_of_two(dim), 16),
-        value_block=max(power_of_two(value_dim), 16),
+        key_block=power_of_two(dim, 16),
+        value_block=power_of_two(value_dim, 16),
         aligned=dim % 32 == value_dim % 32 == 0 and is_aligned(key, value, k_cache, v_cache),
         key_format=kv_format,
         value_format="fp8e4nv" if v_factors is None else kv_format,

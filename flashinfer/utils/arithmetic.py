@@ -8,6 +8,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.problem import alibi_slopes
 
 
@@ -30,7 +31,7 @@ def next_positive_power_of_2(x: int) -> int:
     >>> flashinfer.next_positive_power_of_2(5), flashinfer.next_positive_power_of_2(0)
     (8, 1)
     """
-    return 1 if x < 1 else 1 << (x - 1).bit_length()
+    return power_of_two(x)
 
 
 def last_positive_power_of_2(x: int) -> int:

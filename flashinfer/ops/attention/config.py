@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.problem import NARROW, Problem, wrong_dtype
 from flashinfer.ops.attention.split import SplitKnobs
@@ -61,17 +62,9 @@ def _packed(p: Problem) -> bool:
     return p.kv_dtype in KV_FORMATS and KV_FORMATS[p.kv_dtype].per_byte == 2
 
 
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _padded(n: int) -> int:
-    return max(16, _power(n))
-
-
 def _shared_bytes(p: Problem, block_m: int, block_n: int, stages: int) -> int:
     """Shared memory the compiler will take: a ring of K and V blocks, the widened or rotated operands, Q, and P."""
-    d_qk, d_vo = _padded(p.head_dim_qk), _padded(p.head_dim_vo)
+    d_qk, d_vo = power_of_two(p.head_dim_qk, 16), power_of_two(p.head_dim_vo, 16)
     compute = 4 if p.q_dtype == "fp32" else 2
     ring = stages * block_n * (d_qk + d_vo) * SIZE[p.kv_dtype] // (2 if _packed(p) else 1)
     widened = block_n * (d_qk + d_vo) * compute if p.kv_dtype != p.q_dtype or p.pos_encoding == "ROPE_LLAMA" else 0
@@ -80,7 +73,7 @@ def _shared_bytes(p: Problem, block_m: int, block_n: int, stages: int) -> int:
 
 def choose(p: Problem, target: Target) -> Config:
     """The largest tile, from a list in order of preference, that fits the chip's shared memory and registers."""
-    widest = max(_padded(p.head_dim_qk), _padded(p.head_dim_vo))
+    widest = max(power_of_two(p.head_dim_qk, 16), power_of_two(p.head_dim_vo, 16))
     native_fp8 = target.capability >= 89
     # A thread holds block_m x head_dim_vo / threads of the accumulator: beyond 64 x 512 on 8 warps it spills.
     block_m = min(p.rows, 128 if widest <= 128 else 64 if widest <= 256 else 32)
@@ -107,8 +100,8 @@ def choose(p: Problem, target: Target) -> Config:
         (s for s in steps if _shared_bytes(p, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )
     # A round of the combination takes 64 registers of each thread; rows of a single token first, then splits.
-    rows = min(block_m, _power(min(p.group, 8)))
-    splits = max(1, min(16, 64 * 32 * num_warps // (rows * _padded(p.head_dim_vo))))
+    rows = min(block_m, power_of_two(min(p.group, 8)))
+    splits = max(1, min(16, 64 * 32 * num_warps // (rows * power_of_two(p.head_dim_vo, 16))))
     return Config(
         block_m=block_m,
         block_n=block_n,
@@ -144,9 +137,11 @@ def refuses_everywhere(p: Problem, target: Target | None = None) -> str:
 
 def refuses(p: Problem, target: Target) -> str:
     """Why the portable kernel does not take the problem; '' if it does."""
-    why = refuses_everywhere(p)
-    if why:
-        return why
+    return refuses_everywhere(p) or refuses_output(p, target)
+
+
+def refuses_output(p, target: Target) -> str:
+    """Why a Triton kernel cannot round to the output's dtype; '' if it can."""
     if p.o_dtype == "fp8e4nv" and not target.is_cpu and target.capability < 89:
         return f"output dtype {p.o_dtype}: this chip has no conversion to it"
     return ""

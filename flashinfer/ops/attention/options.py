@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from flashinfer._core.checks import as_dtype, dtype_name, number, require
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, NARROW, POS_ENCODINGS, Q_DTYPES, wrong_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.formats import KV_FORMATS, KV_NAMES
@@ -254,4 +255,4 @@ def tile_rows(longest_q: int, group: int) -> int:
     """Rows a tile should hold: the power of two that takes the longest query, 16 to 128; 128 if it is unknown."""
     if longest_q <= 0:
         return MOST_ROWS
-    return min(MOST_ROWS, max(16, 1 << (longest_q * group - 1).bit_length()))
+    return min(MOST_ROWS, power_of_two(longest_q * group, 16))

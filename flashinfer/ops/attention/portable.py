@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import triton
 import triton.language as tl
 
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.config import SIZE, factor_alignment
 from flashinfer.ops.attention.worklist import schedule_launch, schedules
 from flashinfer.ops.attention.problem import NARROW, Inputs, Problem
@@ -29,10 +29,6 @@ _NEAR_BYTES = 1024
 _ALL_BYTES, _AT_A_TIME = 2048, 640
 
 _TL = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-
-
-def _padded(head_dim: int, least: int = 16) -> int:
-    return max(least, triton.next_power_of_2(head_dim))
 
 
 def _compute_dtype(p: Problem) -> str:
@@ -119,8 +115,8 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
         "heads.SINKS": p.sinks, "heads.SCALES": p.head_scales, "heads.ALIBI": p.pos_encoding == "ALIBI",
         "numbers.SOFT_CAP": p.soft_cap, "rope.ON": rope, "dims.PAGE_SIZE": p.page_size, "dims.D_QK": p.head_dim_qk,
         # RoPE multiplies halves of a head, and a product sums 16 elements at least.
-        "dims.D_QK_PAD": _padded(p.head_dim_qk, 32 if rope else 16), "dims.D_VO": p.head_dim_vo,
-        "dims.D_VO_PAD": _padded(p.head_dim_vo), "kinds.Q": p.q_dtype,
+        "dims.D_QK_PAD": power_of_two(p.head_dim_qk, 32 if rope else 16), "dims.D_VO": p.head_dim_vo,
+        "dims.D_VO_PAD": power_of_two(p.head_dim_vo, 16), "kinds.Q": p.q_dtype,
         "kinds.KV": known.element if known else p.kv_dtype, "kinds.WIDTH": known.width if known else 1,
         "kinds.FOLDED": known is not None and known.factor == "fp32", "kinds.INTERLEAVED": p.interleaved,
         "kinds.NATIVE_FP8": c.native_fp8, "kinds.COMPUTE": _TL[_compute_dtype(p)], "GROUP": p.group,

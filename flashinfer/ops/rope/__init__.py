@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.rope import config
 
 LARGEST_ROW = 32768
@@ -178,7 +179,7 @@ def _videos() -> Iterator[Video]:
 
 
 def _too_many(problem, target) -> str:
-    row = problem.heads * (1 << (problem.head_dim - 1).bit_length())
+    row = problem.heads * power_of_two(problem.head_dim)
     return f"{problem.heads} heads of {problem.head_dim} do not fit in registers" if row > LARGEST_ROW else ""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
+
 
 @dataclass(frozen=True)
 class Config:
@@ -41,11 +43,11 @@ class Video:
 
 def portable(problem, target) -> Config:
     # 256 pairs of a head, 8 for each thread of a warp: two 16-byte loads of bf16.
-    half = 1 << (problem.rotary_dim // 2 - 1).bit_length()
+    half = power_of_two(problem.rotary_dim // 2)
     tokens = max(1, 256 // half)
     # What is copied beside them, 128 elements a thread at most: 512 rows of 64 took 89 s to compile.
     if not problem.inplace and problem.head_dim > problem.rotary_dim:
-        tokens = min(tokens, max(1, 2048 // (1 << (problem.head_dim - problem.rotary_dim - 1).bit_length())))
+        tokens = min(tokens, max(1, 2048 // power_of_two(problem.head_dim - problem.rotary_dim)))
     # A program's cosines and sines, some 60 instructions each, serve two heads, which are both in flight; a warp waits
     # for no other. 4096 tokens of 72 heads take 53.8 us, 8 tokens of 40 heads 2.8. With four warps 55.3 and 3.2; with
     # one head 54.2 and 3.0, with four 54.9 and 3.2; with eight, one after the other, 57.0 and 6.5 (H100).
@@ -58,11 +60,11 @@ def quantize(problem, target) -> Quantize:
     # Elements that are not aligned have an address each: of twice as many, Triton 3.9 spills.
     longest = max(problem.rotary_dim, problem.q_rest, problem.k_rest, problem.value_dim)
     elements = 2048 if problem.aligned else 1024
-    rows = max(1, elements // (1 << (longest - 1).bit_length()))
+    rows = max(1, elements // power_of_two(longest))
     return Quantize(rows, target.capability, problem.pdl and target.pdl)
 
 
 def video(problem, target) -> Video:
     # 32 elements a thread, as the norms have them: the row is in registers while it is summed up. Not measured.
-    row = problem.heads * (1 << (problem.head_dim - 1).bit_length())
+    row = problem.heads * power_of_two(problem.head_dim)
     return Video(num_warps=min(max(row // 1024, 4), 32), capability=target.capability if problem.out else 0)

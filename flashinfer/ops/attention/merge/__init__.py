@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.sizes import power_of_two
 
 from . import config
 
@@ -66,7 +67,7 @@ class StackProblem:
 
 def states_class(num_states: int) -> int:
     """The StackProblem.states that a stack of num_states states belongs to."""
-    return min(max(1 << max(num_states - 1, 0).bit_length(), 2), 16)
+    return min(power_of_two(num_states, 2), 16)
 
 
 def _refuses(problem, target) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
+
 # A wider row is read in several steps, so that one row always fits a tile.
 _WIDEST = 512
 # Bytes of one operand's tile: two 16-byte loads in flight for each of 128 threads, and one decoded token of 32 heads of
@@ -32,7 +34,7 @@ class StackConfig:
 
 
 def _columns(head_dim: int) -> int:
-    return min(1 << (head_dim - 1).bit_length(), _WIDEST)
+    return min(power_of_two(head_dim), _WIDEST)
 
 
 def _tile(problem) -> int:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
 from flashinfer._core.target import Target
-from flashinfer.ops.attention.config import SIZE, Config
+from flashinfer.ops.attention.config import SIZE, Config, refuses_output
 from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, wrong_dtype
 from flashinfer.ops.attention.split import SplitKnobs
 
 
-def padded(n: int) -> int:
-    """Columns of a tile for n columns: the next power of two, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
 def _shared_bytes(p, target: Target, block_m: int, block_n: int, stages: int) -> int:
     """Estimated shared memory: the ring of keys, widened FP8 keys, Q, and P."""
-    columns = padded(p.head_dim_ckv) + (padded(p.head_dim_kpe) if p.head_dim_kpe else 0)
+    columns = power_of_two(p.head_dim_ckv, 16) + (power_of_two(p.head_dim_kpe, 16) if p.head_dim_kpe else 0)
     # Asynchronous tensor cores that read shared memory need one more buffer.
     buffers = stages if _reads_shared(target) else stages - 1
     ring = buffers * block_n * columns * SIZE[p.kv_dtype]
@@ -52,7 +48,7 @@ def choose(p, target: Target) -> Config:
     num_warps = 4 if block_m == 16 and not by_bits else 8
     rows = min(block_m, 8)
     # One round of the combination takes 64 registers of each thread.
-    splits = max(1, min(16, 64 * 32 * num_warps // (rows * padded(p.head_dim_ckv))))
+    splits = max(1, min(16, 64 * 32 * num_warps // (rows * power_of_two(p.head_dim_ckv, 16))))
     return Config(
         block_m=block_m,
         block_n=block_n,
@@ -82,12 +78,7 @@ def refuses_everywhere(p, target: Target | None = None) -> str:
 
 def refuses(p, target: Target) -> str:
     """Why the portable kernel does not take the problem; '' if it does."""
-    why = refuses_everywhere(p)
-    if why:
-        return why
-    if p.o_dtype == "fp8e4nv" and not target.is_cpu and target.capability < 89:
-        return f"output dtype {p.o_dtype}: this chip has no conversion to it"
-    return ""
+    return refuses_everywhere(p) or refuses_output(p, target)
 
 
 @dataclass(frozen=True)

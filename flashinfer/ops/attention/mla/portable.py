@@ -9,8 +9,8 @@ import triton.language as tl
 
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.config import SIZE
-from flashinfer.ops.attention.mla.config import padded
 from flashinfer.ops.attention.mla.portable_kernel import attend_latent_kernel
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
 from flashinfer.ops.attention.portable import varied
@@ -54,8 +54,9 @@ def build(p: Problem, c) -> Build:
         "pages.SIZE": p.page_size, "pages.SPARSE": p.sparse, "pages.FIRST": p.first,
         "pages.FIRST_SIZE": max(p.first_page, 1), "call.SINKS": p.sinks, "call.SCALES": p.scales, "call.LSE": p.lse,
         "call.BASE_E": p.base_e, "dims.D": p.head_dim_ckv, "dims.PE": p.head_dim_kpe,
-        "dims.D_PAD": padded(p.head_dim_ckv), "dims.PE_PAD": padded(max(p.head_dim_kpe, 1)), "kinds.Q": p.q_dtype,
-        "kinds.KV": p.kv_dtype, "kinds.NATIVE_FP8": c.native_fp8, "kinds.COMPUTE": _TL[_compute_dtype(p)],
+        "dims.D_PAD": power_of_two(p.head_dim_ckv, 16), "dims.PE_PAD": power_of_two(p.head_dim_kpe, 16),
+        "kinds.Q": p.q_dtype, "kinds.KV": p.kv_dtype, "kinds.NATIVE_FP8": c.native_fp8,
+        "kinds.COMPUTE": _TL[_compute_dtype(p)],
         "HEADS": p.num_heads, "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "CAUSAL": p.mask == "causal",
         "ROW_UNIT": 16 // SIZE[p.kv_dtype] if p.aligned else 1, **functions,
     }  # fmt: skip

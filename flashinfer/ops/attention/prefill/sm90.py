@@ -10,6 +10,7 @@ import torch
 from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
+from flashinfer._core.sizes import power_of_two
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention._device.sm90_widen import FORMATS
 from flashinfer.ops.attention.config import SIZE
@@ -29,7 +30,7 @@ def _parts(p: Problem) -> tuple[int, int]:
 
 def _padded(columns: int) -> int:
     """Columns of the tile for so many: wgmma multiplies 16 at least."""
-    return max(1 << (columns - 1).bit_length(), 16) if columns else 0
+    return power_of_two(columns, 16) if columns else 0
 
 
 def _boxes(p: Problem, c: Sm90Config) -> dict[str, tuple[int, ...]]:

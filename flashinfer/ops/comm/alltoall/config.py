@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.comm.symmetric import CHANNELS
 
 # Words of a row that a program copies at once: four 16-byte accesses in each of 256 threads. Not measured.
@@ -41,4 +42,4 @@ def programs(rows: int, most: int = CHANNELS) -> int:
 
 def block(words: int) -> int:
     """The block of rows of `words` words."""
-    return min(max(1 << (words - 1).bit_length(), 64), BLOCK)
+    return min(power_of_two(words, 64), BLOCK)

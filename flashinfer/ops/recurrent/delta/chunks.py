@@ -11,8 +11,8 @@ import triton
 
 from flashinfer._core.checks import torch_dtype
 from flashinfer._core.implementation import Implementation
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent.delta import CHUNK
-from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.prepare import launch_prepare
 from flashinfer.ops.recurrent.delta.scan import launch_scan
 from flashinfer.ops.recurrent.delta.segments import CHAIN_ROWS, launch_chain, launch_map
@@ -40,7 +40,7 @@ def prepare(problem, config, tokens, gates, device, scale, launch=None) -> Works
     def empty(*shape, dtype=narrow):
         return torch.empty(places, heads, *shape, dtype=dtype, device=device)
 
-    wide = power_of_two(keys)
+    wide = power_of_two(keys, 16)
     tensors = [empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)]
     tensors.append(empty(wide if problem.channels else 4 * CHUNK, dtype=torch.float32))
     tensors += [empty(CHUNK, wide) for _ in range(3 * problem.channels)]

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import unit_length
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
-from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types
 
 
@@ -100,7 +100,7 @@ def _build(problem, config):
         "NORMALIZE": problem.normalize,
         "STATE": problem.state_dtype,
         "ROWS": config.rows,
-        "KEYS": power_of_two(problem.key_dim),
+        "KEYS": power_of_two(problem.key_dim, 16),
         "CAPABILITY": config.capability,
     }
     return Build(commit_kernel, types, constants, num_warps=config.num_warps)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
+
 
 @dataclass(frozen=True)
 class Config:
@@ -21,13 +23,8 @@ def capability_for(target, *dtypes: str) -> int:
     return target.capability if any(dtype.startswith("fp8") for dtype in dtypes) else 0
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is no less than n, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
 def step(problem, target) -> Config:
-    key, value = power_of_two(problem.key_dim), power_of_two(problem.value_dim)
+    key, value = power_of_two(problem.key_dim, 16), power_of_two(problem.value_dim, 16)
     capability = capability_for(target, problem.source_dtype, problem.state_dtype)
     if problem.tokens:
         # A program has keys and sums of all tokens beside 16 rows of the state. Trees of 64 tokens spill up to 384
@@ -44,13 +41,13 @@ def layer(problem, target) -> Config:
     # The norm is over all values of a head, so one program has the whole state, which takes 64 registers a thread.
     # Where no dimension is contiguous each element has its own address. With four times the warps K 64 spills nothing
     # instead of 3 KiB; K 128 still spills 2 KiB.
-    key = power_of_two(problem.dim)
+    key = power_of_two(problem.dim, 16)
     warps = key * key // 2048 if problem.layout else key * key // 512
     return Config(key, min(max(4, warps), 16), capability_for(target, problem.state_dtype))
 
 
 def commit(problem, target) -> Config:
-    key, value = power_of_two(problem.key_dim), power_of_two(problem.value_dim)
+    key, value = power_of_two(problem.key_dim, 16), power_of_two(problem.value_dim, 16)
     return Config(max(8, min(value, 4096 // key)), 4, capability_for(target, problem.state_dtype))
 
 
@@ -77,12 +74,12 @@ def chunks(problem, target) -> ChunkConfig:
     # thread with 4 warps, and a head of 128 values gives 4 programs. Not measured.
     capability = capability_for(target, problem.source_dtype, problem.state_dtype, problem.marks_dtype)
     # float32 operands take twice the shared memory: 16 values fit the chip with the least.
-    rows = min(32 if problem.dtype == "bf16" else 16, power_of_two(problem.value_dim))
+    rows = min(32 if problem.dtype == "bf16" else 16, power_of_two(problem.value_dim, 16))
     if problem.dtype == "bf16" and target.capability == 90:
         # Keys and queries without aligned 16-byte copies are not pipelined, and the corrections reuse their shared
         # memory. 64 rows give both the same layout (docs/rooms/recurrent.md, "Descriptors").
         whole = problem.channels or problem.aligned and problem.key_dim % 16 == 0
-        rows = min(32 if whole else 64, power_of_two(problem.key_dim))
+        rows = min(32 if whole else 64, power_of_two(problem.key_dim, 16))
     # A pipeline of two chunks is 104 KiB in bf16; chips with less shared memory, and float32 operands, have one.
     stages = 2 if problem.dtype == "bf16" and target.smem > 200 * 1024 else 1
     # Triton's interpreter multiplies bfloat16 incorrectly.

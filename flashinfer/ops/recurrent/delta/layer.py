@@ -14,9 +14,9 @@ import triton.language as tl
 
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
-from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types
 
 
@@ -151,7 +151,7 @@ def _build(problem, config):
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "eps", "lower", "sharp", "threshold")}
     constants = {name: None for name, kind in kinds.items() if not kind}
     constants |= {"WIDTH": problem.width, "GATE": problem.gate, "LAYOUT": problem.layout, "STATE": problem.state_dtype}
-    constants |= {"KEYS": power_of_two(problem.dim), "CAPABILITY": config.capability}
+    constants |= {"KEYS": power_of_two(problem.dim, 16), "CAPABILITY": config.capability}
     return Build(layer_kernel, types, constants, num_warps=config.num_warps)
 
 

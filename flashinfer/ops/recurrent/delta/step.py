@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
 from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
-from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.keep import keep_token
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides, table_strides
 
@@ -221,7 +221,7 @@ def _build(problem, config):
         "pool.SOURCE": problem.source_dtype,
         "pool.STATE": problem.state_dtype,
         "ROWS": config.rows,
-        "KEYS": power_of_two(problem.key_dim),
+        "KEYS": power_of_two(problem.key_dim, 16),
         "CAPABILITY": config.capability,
     }
     return Build(step_kernel, types, constants, num_warps=config.num_warps)

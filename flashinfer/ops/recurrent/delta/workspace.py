@@ -15,8 +15,8 @@ Both matrices are whole: 0 above the diagonal.
 
 import triton.language as tl
 
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent.delta import CHUNK
-from flashinfer.ops.recurrent.delta.config import power_of_two
 
 _TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
 INPUT = ("row", "token", "head")
@@ -27,7 +27,7 @@ def common(problem, config) -> dict:
     """Constants of both kernels."""
     precision = "tf32x3" if problem.dtype == "fp32" else "tf32"
     constants = {"CHANNELS": problem.channels, "PRECISION": precision}
-    constants |= {"STRIDE": problem.stride, "TOKENS": CHUNK, "KEYS": power_of_two(problem.key_dim)}
+    constants |= {"STRIDE": problem.stride, "TOKENS": CHUNK, "KEYS": power_of_two(problem.key_dim, 16)}
     return constants | {"OPERAND": _TYPES[config.operand]}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
+
 
 @dataclass(frozen=True)
 class Config:
@@ -21,11 +23,6 @@ class Config:
     num_warps: int
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is no less than n, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
 def portable(problem, target) -> Config:
     # Results must not depend on the batch, so nothing here does. Not measured.
     operand = "bf16" if problem.dtype == "bf16" and not target.is_cpu else "fp32"
@@ -35,5 +32,5 @@ def portable(problem, target) -> Config:
     tile = rows = 32 if small else 64
     # 4 registers a thread of a state, and as many on their way: with 8 heads of 64 x 128 there are 64 programs.
     # By ptxas: 8 warps need no stack on Hopper, 4 need 56 bytes where states on the way are wanted.
-    passed = max(1, 1024 // power_of_two(problem.dstate))
-    return Config(tile, min(rows, power_of_two(problem.dim)), passed, operand, 8)
+    passed = max(1, 1024 // power_of_two(problem.dstate, 16))
+    return Config(tile, min(rows, power_of_two(problem.dim, 16)), passed, operand, 8)

@@ -22,11 +22,11 @@ import triton.language as tl
 
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types, strides
-from flashinfer.ops.recurrent.ssd.config import power_of_two
 
 # A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a chunk keep their digits.
 LEAST = tl.constexpr(-64.0)
@@ -414,7 +414,7 @@ def _build(kernel, problem, config, rows: int) -> Build:
         "CHUNK": problem.chunk,
         "TILE": config.tile,
         "ROWS": rows,
-        "STATES": power_of_two(problem.dstate),
+        "STATES": power_of_two(problem.dstate, 16),
         "OPERAND": _TYPES[config.operand],
         "PRECISION": "tf32x3" if problem.dtype == "fp32" else "tf32",
     }
@@ -444,7 +444,7 @@ def run(problem, config, tokens, layer, pool, out, marks=None):
     rows, length, heads, dim = x.shape
     chunks = triton.cdiv(length, problem.chunk)
     places = rows * chunks if tokens.offsets is None else length // problem.chunk + n
-    workspace = torch.empty(places, heads, dim, power_of_two(problem.dstate), dtype=torch.float32, device=x.device)
+    workspace = torch.empty(places, heads, dim, power_of_two(problem.dstate, 16), dtype=torch.float32, device=x.device)
     logs = torch.empty(places, heads, dtype=torch.float32, device=x.device)
     wanted = 0 if marks is None else marks.tokens.shape[1]
     slots = n if pool.read is None else len(pool.source)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
+
 
 @dataclass(frozen=True)
 class Config:
@@ -17,11 +19,6 @@ class Config:
     capability: int = 0
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is no less than n, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
 def update(problem, target) -> Config:
     # Elements of the state in a program of 4 warps. 4096 are 32 registers a thread, and 16 KiB of loads in flight.
     # Unaligned rows need an address for each element, and stochastic rounding Philox's words: 1024. An A for each
@@ -31,5 +28,5 @@ def update(problem, target) -> Config:
     # Converting 32 values to FP8 spills 16 bytes on Triton 3.9.
     fp8 = "fp8e4nv" in (problem.state_dtype, getattr(problem, "each_dtype", ""))
     elements = min(elements, 2048) if fp8 else elements
-    rows = max(1, min(power_of_two(problem.dim), elements // power_of_two(problem.dstate)))
+    rows = max(1, min(power_of_two(problem.dim, 16), elements // power_of_two(problem.dstate, 16)))
     return Config(rows, 4, target.capability if fp8 else 0)

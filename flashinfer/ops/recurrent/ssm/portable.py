@@ -14,12 +14,12 @@ import triton.language as tl
 
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.sequences import span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
-from flashinfer.ops.recurrent.ssm.config import power_of_two
 
 
 @triton.jit
@@ -250,7 +250,7 @@ def _build(problem, config):
         "DIM": problem.dim,
         "DSTATE": problem.dstate,
         "ROWS": config.rows,
-        "COLUMNS": power_of_two(problem.dstate),
+        "COLUMNS": power_of_two(problem.dstate, 16),
         "CAPABILITY": config.capability,
     }
     return Build(update_kernel, types, constants, num_warps=config.num_warps)

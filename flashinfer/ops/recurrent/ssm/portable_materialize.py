@@ -12,9 +12,9 @@ import triton.language as tl
 
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.states import load_state
 from flashinfer.ops.recurrent.ssm import LARGEST
-from flashinfer.ops.recurrent.ssm.config import power_of_two
 from flashinfer.ops.recurrent.ssm.portable import put_state
 
 _ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "i16": tl.int16, "i8": tl.int8}
@@ -113,7 +113,7 @@ def _build(problem, config):
         "DIM": problem.dim,
         "DSTATE": problem.dstate,
         "ROWS": config.rows,
-        "COLUMNS": power_of_two(problem.dstate),
+        "COLUMNS": power_of_two(problem.dstate, 16),
         "CAPABILITY": config.capability,
     } | ({} if problem.rounds else {"seed": None})
     return Build(materialize_kernel, types, constants, num_warps=config.num_warps)
