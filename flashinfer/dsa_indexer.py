@@ -12,10 +12,10 @@ from flashinfer.ops.attention.engine import flat_integers
 
 __all__ = ["dsa_indexer_topk", "dsa_indexer_topk_workspace_size"]
 
-# Queries, and keys, whose scores are in memory at a time: 32 MiB of scores, and as many numbers of twice their size.
+# Queries and keys scored at a time: 32 MiB of float32 scores, and 64 MiB of int64 sort keys.
 _QUERIES, _KEYS = 1024, 8192
 _MOST_K = 4096
-# In the order of scores, NaN; and what no query sees, below every key of that.
+# Sort keys: of NaN, which is below every score, and of what the query does not see, which is below all.
 _LEAST, _NONE = -(1 << 31) + 1, -(1 << 63)
 
 

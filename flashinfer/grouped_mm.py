@@ -459,7 +459,7 @@ def _places(m_indptr: torch.Tensor, rows: int, most: int) -> torch.Tensor:
     row = torch.arange(rows, dtype=torch.int64, device=m_indptr.device)
     expert = torch.searchsorted(m_indptr[1:].contiguous(), row, right=True).clamp_(max=len(m_indptr) - 2)
     begin = m_indptr.long()[expert]
-    # A row of no expert has any place that there is.
+    # A row of no expert is never read: any valid place will do.
     return ((begin + 3 * expert) // 4 * 4 + row - begin).clamp_(0, most - 1)
 
 

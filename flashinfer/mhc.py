@@ -12,9 +12,9 @@ from flashinfer.ops import mhc as room
 __all__ = ["mhc_post", "mhc_pre_big_fuse", "mhc_pre_big_fuse_with_prenorm"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Blocks of a grid's second dimension.
+# The most blocks in a grid's second dimension.
 _MOST_TOKENS = 65535
-# Of normalisations: a kernel of more would take milliseconds.
+# The most Sinkhorn normalisations: with more the kernel would take milliseconds.
 _MOST_REPEATS = 1000
 
 

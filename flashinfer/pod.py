@@ -383,8 +383,8 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
         self._planned_both = self._planned_parts = False
-        # Tables on a device do not show the host where rows and pages of the decode would begin, or how many each
-        # request has; nor can the rows of a slice of a larger batch stand behind the prefill's.
+        # The two parts cannot be joined if their tables are on a device, where the host does not see the offsets, or if
+        # they are slices of a larger batch.
         for part, tables in zip("pd", self._tables, strict=True):
             _of_part(part, host_lengths, True)((*tables[:2], tables[3], tables[2]), PREFILL_NAMES, page_size, 0)
             _of_part(part, check_offsets, True)(*tables[:2])
@@ -393,7 +393,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         self._joinable = self._joinable and int(qo_indptr_d[0]) == 0
         self._rows = int(qo_indptr_p[-1]) if self._joinable else -1
         self._single = self._joinable and bool((qo_indptr_d[1:] - qo_indptr_d[:-1] <= 1).all())
-        # Whether the prefill is causal, has a mask, or a cache of its own, run() says; as a rule it is as at the last.
+        # Only run() says whether the prefill is causal, masked, or in a cache of its own: plan for the last such call.
         if self._apart or not self._joinable:
             self._plan_parts()
         else:
@@ -401,7 +401,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
 
     def _plan_both(self) -> None:
         qo_indptr = joined_offsets(*(part[0] for part in self._tables))
-        # Pages that no request of a part has would lie between those of both.
+        # Drop pages of no request: they would lie between the pages of the two parts.
         parts = [(from_zero(kv), pages[int(kv[0]) : int(kv[-1])], last) for _, kv, pages, last in self._tables]
         kv_indptr = joined_offsets(*(part[0] for part in parts))
         indices, last_page_len = (torch.cat([p, d.to(p.device)]) for p, d in zip(parts[0][1:], parts[1][1:]))
@@ -409,7 +409,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
             self._both.plan(qo_indptr, kv_indptr, indices, last_page_len, *self._sizes, causal=self._causal,
                             **self._options)  # fmt: skip
         except ValueError as error:
-            # What is wrong in a table of both is wrong in that of one part, or is their sum.
+            # An error in the joined tables is one of a part, which is reported by that part's names, or of their sum.
             self._plan_parts()
             raise renamed(error, _part_names("p", True)) from None
         self._planned_both = True
@@ -477,7 +477,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
             if not self._planned_both:
                 self._plan_both()
             self._both._change_plan(causal=causal_p)
-            # Both parts are alike, and so is what is wrong with them.
+            # Both parts have the same dtypes and shapes, so errors name the prefill's arguments.
             out = _of_part("p", self._both.run)(torch.cat([q_p, q_d]), paged_kv_cache_p, **call)
             rows = (len(q_p), len(q_d))
             return tuple(zip(*(x.split(rows) for x in out))) if return_lse else out.split(rows)

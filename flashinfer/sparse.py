@@ -184,7 +184,7 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
             require(tuple(mask.shape) == shape, "mask", tuple(mask.shape), str(shape))
             mask = block_mask_bits(as_bool("mask", mask[first:]).to(self.device), indptr - first)
             if M % R:
-                # The last block row has rows of its blocks alone that are queries.
+                # Of the last block row, drop the bits of rows past M, which are no queries.
                 mask = mask[: mask.numel() - -M % R * C * int(indptr[-1] - indptr[-2])]
         asked = PlanOptions(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, page_size=C, **common).checked()
         self._plan(asked, uniform_blocks(indptr, indices, R, C, M, N), causal, mask, packed_mask)

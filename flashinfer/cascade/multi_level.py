@@ -209,7 +209,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
                 pos_encoding_mode=pos_encoding_mode,
                 use_fp16_qk_reduction=use_fp16_qk_reduction,
                 sm_scale=sm_scale,
-                # On the other levels the mask says it, where the window ends within them.
+                # On the other levels the mask hides the keys outside the window.
                 window_left=window_left if last else -1,
                 logits_soft_cap=logits_soft_cap,
                 rope_scale=rope_scale,

@@ -13,7 +13,7 @@ from flashinfer.cli.output import device_of, json_option, print_json, print_tabl
 from flashinfer.testing.rooms import Room, rooms, write
 from flashinfer.version import SUPPORTED, __version__, installed
 
-# Bytes that are more than a row leaves, unless its objects refer to each other.
+# A row that leaves more bytes allocated has objects in reference cycles, which the collector has to free.
 _LEFT_BEHIND = 1 << 30
 
 

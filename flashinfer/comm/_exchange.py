@@ -224,14 +224,14 @@ class Shared:
 
 
 def _key(ranks: Ranks, sizes: tuple) -> tuple:
-    # Whose it is names nobody else as long as the space, which holds the ranks, is there.
+    # `whose` is unique as long as the space lives, since the space holds the ranks.
     return ranks.whose, ranks.rank, ranks.size, own_device(), *sizes
 
 
 def shared(ranks: Ranks, nbytes: int, most: int, stats_experts: int = 0) -> Shared:
     """The workspace that layers of these ranks and sizes have, or a new one. A collective call."""
     found = _SHARED.get(_key(ranks, (nbytes, most, stats_experts)))
-    # A rank may have forgotten its layers earlier than another.
+    # One rank's layers may have been collected while another's still live: all have it, or none uses it.
     if all(ranks.gather(found is not None)) and found is not None:
         return found
     made = Shared(nbytes, most, stats_experts)

@@ -287,7 +287,7 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
     if kind.norm:
         hidden, elements = input.shape[-1], tokens * input.shape[-1]
     else:
-        # Rows that are only added need not be the caller's.
+        # Without a norm rows have no meaning: the elements are cut into chunks.
         elements = input.numel()
         hidden = config.chunk(elements)
         tokens = -(-elements // hidden)

@@ -90,7 +90,7 @@ def decode_cp_a2a_lse_reduce(
     require(fits, "partial_lse", tuple(partial_lse.shape), f"[..., {cp_size}], contiguous")
     o, lse = decode_cp_a2a_alltoall(partial_o, partial_lse[..., None], workspace, cp_rank, cp_size)
     most = lse.amax(-2, keepdim=True)
-    # Without keys the weights are those of nothing, and not of -inf - -inf.
+    # If no rank has keys, all weights are 0; -inf - -inf would be NaN.
     difference = lse - torch.where(most == -torch.inf, 0, most)
     weight = torch.exp2(difference) if lse_mode == "base2" else torch.exp(difference)
     # A rank without keys may have anything for its rows.

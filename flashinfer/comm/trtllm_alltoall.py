@@ -40,7 +40,7 @@ class _Workspace:
                 self.space.sent.copy_(old.sent)
                 # A captured graph may still use it.
                 self._outgrown.append(old)
-                # Peers write counts of their own from here on.
+                # After the barrier peers write their counts into the new space.
                 if self.space.device.type == "cuda":
                     torch.cuda.synchronize(self.space.device)
                 self.ranks.barrier()

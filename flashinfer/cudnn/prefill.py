@@ -182,7 +182,7 @@ def cudnn_batch_prefill_with_kv_cache(
         )
         result = attend_rows(q, k_cache, v_cache, table, **call)
     rows, row_lse = result if isinstance(result, tuple) else (result, None)
-    # Of the keys, only that there are as many requests.
+    # The lengths of keys do not matter here, only the number of requests.
     spans = Table(**queries, kv_lens=torch.zeros(batch, dtype=torch.int32, device=q.device))
     if moved and of_o.starts is not None:
         out = torch.empty(rows.shape, dtype=o_dtype, device=q.device) if out is None else out

@@ -238,7 +238,7 @@ def _plan(batch: _Batch, device, *shape, **options) -> BatchPrefillWithPagedKVCa
     known, wrapper = _planned.wrappers[kind]
     if not batch.is_planned_by(known):
         qo_indptr, kv_indptr, slots = batch.tables()
-        last = kv_indptr.diff().clamp(max=1)  # 0 of a request without keys
+        last = kv_indptr.diff().clamp(max=1)  # 0 for a request without keys
         wrapper.plan(qo_indptr, kv_indptr, slots, last, *shape, 1, custom_mask=batch.dense, **options)
         _planned.wrappers[kind][0] = batch.key
     return wrapper

@@ -61,7 +61,7 @@ def msa_topk_select(
     last = whole("force_end_blocks", force_end_blocks, 0)
     require(first + last <= topk, "force_begin_blocks", f"{first}, and {last} at the end", f"at most topk = {topk}")
     if isinstance(num_valid_pages, torch.Tensor):
-        # One number, or that of a batch of one token, is not waited for either.
+        # A single number stays on the device, too: nothing waits for it.
         fits = num_valid_pages.numel() == 1 or tuple(num_valid_pages.shape) == (tokens,)
         fits = fits and num_valid_pages.dtype in (torch.int32, torch.int64)
         require(fits, "num_valid_pages", f"{num_valid_pages.dtype} {tuple(num_valid_pages.shape)}", f"int32 [{tokens}]")
@@ -77,8 +77,8 @@ def msa_topk_select(
     block = torch.arange(blocks, dtype=torch.int64, device=device)
     score = max_score.permute(2, 0, 1)
     score = torch.where(score.isnan(), -torch.inf, score)
-    # By score, then what must be taken before all else, then what is not there behind all else: stable sorts keep the
-    # order of the sort before among equals, and that of blocks in the first.
+    # Three stable sorts: by score; then forced blocks first; then absent blocks last. Each keeps the order of the sort
+    # before it among equals, and the first that of blocks.
     order = score.sort(dim=-1, descending=True, stable=True).indices
     forced = (block < first) | (block >= count - last)
     rank = torch.where(block >= count, 2, torch.where(forced, 0, 1)).expand(tokens, heads, blocks)

@@ -33,7 +33,7 @@ def check_page_table(tables: dict[str, torch.Tensor], num_pages: int, page_size:
     require(fits, "kv_last_page_len", last_page_len, f"0 to {page_size}, the page size")
     pages = [b - a for a, b in zip(indptr, indptr[1:])]
     lengths = [(n - 1) * page_size + tokens if n else 0 for n, tokens in zip(pages, last_page_len)]
-    # Padding, a negative batch index, is held against request 0 and left out of the verdict.
+    # Padding has a negative batch index: it reads request 0's end, and is left out of the verdict.
     request = batch_indices.clamp(min=0)
     ends = torch.tensor(lengths, dtype=torch.int64, device=positions.device)
     past = (positions >= ends[request]) & (batch_indices >= 0)

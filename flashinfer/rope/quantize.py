@@ -404,7 +404,7 @@ def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, format, pdl, backend=
         variants_of(backend)
     if len(q.rope) == 0 or q.rope.shape[1] + k.rope.shape[1] == 0:
         return
-    # A part without columns is no part.
+    # A part that is not rotated and has no columns counts as absent.
     q, k = (x if x.rest.shape[2] else x._replace(rest=None, rest_out=None) for x in (q, k))
     cache = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
     given = [x for x in (*q, *k, *(v or ())) if x is not None]

@@ -12,7 +12,7 @@ from flashinfer.ops import sampling as room
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int32, torch.int64)
 _MOST = (1 << 31) - 1
-# Of a filter's parameter.
+# The dtypes that a filter's parameter may have.
 _NUMBERS = (*DTYPES, torch.float64, *INDICES, torch.int16, torch.int8, torch.uint8)
 
 

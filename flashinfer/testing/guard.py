@@ -131,7 +131,7 @@ def _poison(dtype):
     return 1 if dtype == torch.bool else 0x7F
 
 
-# The buffers of living tensors by number, and margins of buffers that were looked at: of the CPU those that changed.
+# Buffers of living tensors by number; margins of checked buffers, on the CPU only those that changed.
 _rooms, _on_cpu, _on_gpu, _numbers = {}, [], [], itertools.count()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from flashinfer._core import env
 from flashinfer.trace.template import TraceTemplate, write
 
-# Names of definitions that were written without being asked for by a folder: each once in a process.
+# Names of definitions that were written to the environment's folder: each once in a process.
 _written: set[str] = set()
 
 

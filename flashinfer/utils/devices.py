@@ -14,7 +14,7 @@ def get_compute_capability(device: torch.device) -> tuple[int, int]:
     Raises
     ------
     ValueError
-        The device is none.
+        The device is no CUDA device.
     """
     return divmod(_target(device).capability, 10)
 
@@ -25,7 +25,7 @@ def get_device_sm_count(device: torch.device) -> int:
     Raises
     ------
     ValueError
-        The device is none.
+        The device is no CUDA device.
     """
     return _target(device).sms
 
@@ -109,7 +109,7 @@ def get_shared_bytes_per_block_optin(device: torch.device) -> int:
     Raises
     ------
     ValueError
-        The device is none.
+        The device is no CUDA device.
     """
     return _target(device).smem
 
@@ -120,7 +120,7 @@ def get_gpu_memory_bandwidth(device: torch.device) -> float:
     Raises
     ------
     ValueError
-        The device is none.
+        The device is no CUDA device.
     """
     require(torch.device(device).type == "cuda", "device", device, "a CUDA device")
     found = get_device_properties(device)

@@ -57,17 +57,17 @@ class HostTables:
         ends = np.cumsum(counts).tolist()
         self.values = [flat[end - n : end] for n, end in zip(counts, ends, strict=True)]
         self.places = [begin + 4 * (end - n) for n, end in zip(counts, ends, strict=True)]
-        # The same as Python's integers, a quarter of the time of an array's element.
+        # Elements as Python's integers: reading one takes a quarter of the time that an array's element takes.
         self._integers = [memoryview(x) for x in self.values]
-        # A verdict per element, in bytes: to search them costs a tenth of reducing an array.
+        # A verdict per element, in bytes: searching bytes takes a tenth of the time of reducing an array.
         self._verdicts = [bytearray(n) for n in counts]
         self._flags = [np.frombuffer(verdict, dtype=np.bool_) for verdict in self._verdicts]
-        # As unsigned, a negative number is larger than any other. Views cost as much as what is done with them: offsets
-        # and those before them.
+        # As unsigned, a negative number is larger than any other. The views (offsets, and the offsets before them) are
+        # kept, because making one takes as long as comparing it.
         self._unsigned = [x.view(np.uint32) for x in self.values]
         self._steps = [(x[1:], x[:-1], flags[1:]) for x, flags in zip(self._unsigned, self._flags, strict=True)]
         self._differences = [np.empty_like(x[1:]) for x in self._unsigned[:LENGTHS]]
-        # Limits of lengths, an array each: a number becomes an array in longer than it takes to compare.
+        # Limits of lengths as arrays: NumPy takes longer to convert a number than to compare.
         self._page_size, self._page_sizes = 0, np.zeros(counts[LENGTHS], np.uint32)
         self._most_keys = np.full(counts[LENGTHS], (1 << 31) - 1, np.uint32)
         self.parts: tuple[torch.Tensor, ...] = ()
@@ -148,7 +148,7 @@ class HostTables:
         if self.counts[i] < 2:
             return 1
         steps = self._difference(i)
-        # Where the largest is, NumPy finds in a third of the time that it takes for what it is.
+        # NumPy's argmax takes a third of the time of its max.
         return int(steps[steps.argmax()]) or 1
 
     def _difference(self, i: int) -> np.ndarray:
@@ -210,7 +210,8 @@ class TableStore:
                 require(here, self._names[i], f"a tensor on {table.device}", f"the host, or {self._device}")
                 table = table.to(self._device, torch.int32)
             elif table is not None and not table.is_cuda and i != KV_INDICES:
-                # As on a GPU, where plan() reads lengths and run() reads page ids: callers fill their tables again.
+                # Callers fill their tables again after plan(). As on a GPU, lengths are those at plan(), page ids those
+                # at run().
                 table = table.clone()
             brought.append(table if table is None or table.is_contiguous() else table.contiguous())
         return brought
@@ -291,7 +292,7 @@ def fill_buffers(fixed: tuple, tables: tuple, counts: tuple, host: HostTables, s
         if given is None:
             continue
         if counts[i] and on_gpu:
-            # Offsets past the batch too; page ids have more room than there are.
+            # Offsets past the batch are sent, too; of page ids only those that there are.
             host.send_into(i, buffer, counts[i] if i == KV_INDICES else host.counts[i], stream)
             continue
         n = given.shape[0]

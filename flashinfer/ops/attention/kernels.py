@@ -45,7 +45,7 @@ class Kernels:
         if options.source == "latent":
             self.problem, self._op = latent_problem(options, rows), mla
         else:
-            # Up to 64 rows a tile reads memory longer than it multiplies.
+            # A tile of up to 64 rows is bound by reading memory.
             self.problem, self._op = _problem(options, rows, custom), decode if rows <= 64 else prefill
         self.choice: Choice = self._op(self.problem, device, backend)
         if self._op is decode and _many_splits(options, self.choice, device):
@@ -53,7 +53,7 @@ class Kernels:
             self.choice = self._op(self.problem, device, backend)
         self.latest = self.choice
         self.scalars = Scalars(
-            # Of latent attention, calls bring their factors: this is what a graph wrapper holds later plans to.
+            # Latent attention's calls bring the factor; this one is what later plans of a graph are compared with.
             sm_scale=options.head_dim_qk**-0.5
             if options.sm_scale is None and options.source != "latent" else options.sm_scale,
             soft_cap=float(options.logits_soft_cap or 0.0),
@@ -117,7 +117,7 @@ def means(kernels: Kernels, changes: dict, masked: bool) -> bool:
     defaults = dict(sm_scale=kernels.options.head_dim_qk**-0.5, logits_soft_cap=0.0, rope_scale=1.0, rope_theta=1e4)
     for name, value in changes.items():
         same = value == getattr(kernels.options, name) or now[name] == (defaults.get(name) if value is None else value)
-        # A custom mask stands in the place of causal.
+        # A custom mask replaces the causal one.
         if not same and not (masked and name == "causal"):
             return False
     return True
@@ -159,7 +159,7 @@ def _problem(o: PlanOptions, rows: int, custom: bool) -> Problem:
         head_dim_vo=o.head_dim_vo,
         group=o.group,
         page_size=o.page_size,
-        # A custom mask stands in the place of the causal one, as upstream has it.
+        # A custom mask replaces the causal one, as upstream has it.
         mask="custom" if custom else "causal" if causal else "full",
         window=o.window_left >= 0,
         soft_cap=bool(o.logits_soft_cap),

@@ -98,7 +98,7 @@ def check_rows(plan, name: str, rows: int) -> None:
     planned, table = plan.needs[0], plan.table
     allowed = "as planned" if table.each_q else f"the last offset of {table.names[QO_INDPTR]}"
     require(planned <= rows, name, f"{rows} rows", f"at least {planned}, {allowed}")
-    # Beside a first offset that is not 0, they are those of a larger batch.
+    # Further rows are allowed if the first offset is not 0: the batch is then a slice of a larger one.
     whole = planned < 0 or planned == rows or plan.padded or table.first_row > 0
     require(whole, name, f"{rows} rows", f"{planned}, {allowed}: further rows are of no request")
 

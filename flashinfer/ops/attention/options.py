@@ -108,7 +108,7 @@ MOST_KEYS = 1 << 30
 plan_options = partial(PlanOptions.__new__, PlanOptions)
 
 
-# Typed: 24.0 is not the 24 of an earlier call.
+# Typed, since 24.0 == 24: one must not answer for the other.
 @lru_cache(maxsize=1024, typed=True)
 def _checked(*values) -> PlanOptions:
     # NumPy's numbers equal Python's, which kernels and later plans like this one need.

@@ -247,7 +247,7 @@ class Plan:
                 self, q, *views(kv), out, lse, return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                 window_left=window_left, sinks=sinks, params=params, k_factors=k_factors, v_factors=v_factors,
             )  # fmt: skip
-            # What was read or copied from a tensor may change under it.
+            # The call cannot be replayed if a value was read or copied from a tensor, which may change.
             stays = x.sinks is sinks and not any(isinstance(t, torch.Tensor) for t in (q_scale, k_scale, v_scale))
             like_q = x.out.shape == q.shape and x.out.dtype == q.dtype and q.is_contiguous()
             offset = x.v.data_ptr() - x.k.data_ptr() if in_one else 0

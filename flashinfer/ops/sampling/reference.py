@@ -65,7 +65,7 @@ def _chain(problem, draft, ids, target, randomness, tokens, accepted, emitted):
     unmet = aim if not count else torch.where(
         (stop < count)[:, None], (aim - draft[row, stop.clamp(max=count - 1)]).clamp(min=0), aim
     )  # fmt: skip
-    # Rounding can leave nothing unmet where the two are equal but for it; then the target stands in.
+    # Where draft and target differ by rounding alone, no probability may be left; the target is drawn from then.
     weights = torch.where((unmet > 0).any(1, keepdim=True), unmet, aim)
     last, valid = torch.empty_like(stop), torch.empty_like(stop, dtype=torch.bool)
     finite = _is_distribution(aim, aim)[:, None]

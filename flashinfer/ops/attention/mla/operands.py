@@ -14,7 +14,7 @@ from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.replay import extents_of, identity, lie_apart
 from flashinfer.ops.attention.variants import identity_of
 
-# Of tensors that few calls bring.
+# Stands for optional tensors that most calls leave out.
 _NONE = (None,) * 4
 
 

@@ -99,7 +99,7 @@ def _keys(problem: Problem, x: Inputs, kv_begin, kv_pos, there):
     if not problem.first:
         latent = _rows(x.ckv, page, slot, there)
     else:
-        # What one cache has no part in reads its page 0.
+        # A key that lies in the other cache reads page 0 of this one, and is masked.
         in_first = there & (kv_pos < problem.first)
         of_first = torch.where(in_first, named, 0)
         latent = _rows(x.ckv, torch.where(in_first, 0, page), torch.where(in_first, 0, slot), there & ~in_first)

@@ -77,7 +77,7 @@ def _catalog() -> Iterator[Problem]:
     yield Problem(32, page_size=1, tokens=2, each=True, clean=True, aligned=False)
     yield Problem(21, head_dim=48, page_size=5, tokens=4, clean=True, out="fp16")
     yield Problem(64, tokens=2, qk_format="mxfp4", out="bf16")
-    # A tile of queries and one of keys have unlike shapes.
+    # A problem whose tiles of queries and of keys differ in shape.
     yield Problem(3, head_dim=96, page_size=8, qk_format="mxfp4", interleaved=True)
     yield Problem(64, page_size=0, each=True, clean=True)
     yield Problem(32, page_size=0, each=True, clean=True, qk_format="bf16")

@@ -161,7 +161,7 @@ def run(p, c, q, keys, scales, weights, lens, tables, logits, context: int, besi
         return
     programs = target_of(q.device).sms * _PROGRAMS_PER_SM
     shares = min(triton.cdiv(context, c.block_n), triton.cdiv(programs, rows))
-    # What a problem has none of is not read.
+    # A tensor that the problem lacks is not read: any tensor stands for it.
     scales_stride = 0 if scales is None else scales.stride(0)
     scales, tables_stride = weights if scales is None else scales, 0 if tables is None else tables.stride(0)
     launch(

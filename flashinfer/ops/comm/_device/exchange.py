@@ -52,6 +52,12 @@ def pointer_at(address, dtype: tl.constexpr, UNIT_BYTES: tl.constexpr):
 
 
 @triton.jit
+def int64(i):
+    """i as 64 bits; in the interpreter a loop counts in Python's integers."""
+    return tl.zeros([], tl.int64) + i
+
+
+@triton.jit
 def slot_of(epoch, channel, source, area, WORLD: tl.constexpr):
     """Offset in a buffer of the `area` bytes that rank `source` sends to `channel` in exchange `epoch`."""
     slot = (epoch & 1) * SLOTTED + channel

@@ -21,7 +21,7 @@ from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops._device.scales import block_amax, quantize_fp8, quantize_nvfp4, scale_offset, times_blocks
 from flashinfer.ops.comm._device import probe
 from flashinfer.ops.comm._device.exchange import (
-    arrive, epoch_of, give_up, is_lost, keep_epoch, pointer_at, slot_of, wait,
+    arrive, epoch_of, give_up, int64, is_lost, keep_epoch, pointer_at, slot_of, wait,
 )  # fmt: skip
 from flashinfer.ops.comm.allreduce_fusion import Norm, Problem, Results, Rows, config as sizes
 
@@ -60,10 +60,10 @@ def allreduce_kernel(
             y = _own_row(given, row, tokens, hidden, column, inside, SOURCE)
             if TWO_SHOT:
                 to = tl.load(peers + (channel + i) % WORLD) + slot_of(epoch, channel, rank, area, WORLD)
-                at = pointer_at(to + _int64(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
+                at = pointer_at(to + int64(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
                 tl.store(at + column, y.to(dtype), inside)
             else:
-                offset = slot_of(epoch, channel, rank, area, WORLD) + _int64(i) * hidden * ITEM
+                offset = slot_of(epoch, channel, rank, area, WORLD) + int64(i) * hidden * ITEM
                 for step in tl.static_range(WORLD):
                     # Ranks begin with different peers, so that no link gets all traffic at once.
                     at = pointer_at(tl.load(peers + (rank + step) % WORLD) + offset, dtype, UNIT * ITEM)
@@ -90,7 +90,7 @@ def allreduce_kernel(
                     row = mine + i * channels * WORLD
                     inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
                     y = _sum(own, epoch, channel, i, area, hidden, column, inside, dtype, WORLD, UNIT, ITEM, BLOCK)
-                    offset = slot_of(epoch + 1, channel, rank, area, WORLD) + _int64(i) * hidden * ITEM
+                    offset = slot_of(epoch + 1, channel, rank, area, WORLD) + int64(i) * hidden * ITEM
                     for step in tl.static_range(WORLD):
                         at = pointer_at(tl.load(peers + (rank + step) % WORLD) + offset, dtype, UNIT * ITEM)
                         tl.store(at + column, y.to(dtype), inside)
@@ -110,7 +110,7 @@ def allreduce_kernel(
                 inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
                 if TWO_SHOT:
                     offset = slot_of(epoch, channel, (channel + i) % WORLD, area, WORLD)
-                    at = pointer_at(own + offset + _int64(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
+                    at = pointer_at(own + offset + int64(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
                     y = tl.load(at + column, inside, other=0).to(tl.float32)
                 else:
                     y = _sum(own, epoch, channel, i, area, hidden, column, inside, dtype, WORLD, UNIT, ITEM, BLOCK)
@@ -146,12 +146,6 @@ def allreduce_kernel(
 
 
 @triton.jit
-def _int64(i):
-    """i as 64 bits; in the interpreter a loop counts in Python's integers."""
-    return tl.zeros([], tl.int64) + i
-
-
-@triton.jit
 def _row_of(tensor, row, rows, elements, hidden, column, UNIT: tl.constexpr):
     """Row `row` of a tensor [rows, hidden] that ends after `elements` elements; 0 past its end."""
     start = row.to(tl.int64) * hidden
@@ -177,7 +171,7 @@ def _own_row(given, row, tokens, hidden, column, inside, SOURCE: tl.constexpr):
     y = tl.load(given.rows + row * hidden + column, inside, other=0).to(tl.float32)
     if SOURCE == "reduce":
         for expert in range(given.choices):
-            at = _int64(expert) * tokens + row
+            at = int64(expert) * tokens + row
             value = tl.load(given.experts + at * hidden + column, inside, other=0).to(tl.float32)
             y += value * tl.load(given.scales + at)
     return y
@@ -191,7 +185,7 @@ def _sum(
     """The float32 sum of row i over all ranks' areas, in rank order: the same bits on every rank."""
     y = tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(WORLD):
-        offset = slot_of(epoch, channel, source, area, WORLD) + _int64(i) * hidden * ITEM
+        offset = slot_of(epoch, channel, source, area, WORLD) + int64(i) * hidden * ITEM
         at = pointer_at(own + offset, dtype, UNIT * ITEM)
         y += tl.load(at + column, inside, other=0).to(tl.float32)
     return y

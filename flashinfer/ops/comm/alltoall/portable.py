@@ -20,7 +20,7 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops.comm._device.exchange import (
-    arrive, epoch_of, give_up, is_lost, keep_epoch, pointer_at, slot_of, wait,
+    arrive, epoch_of, give_up, int64, is_lost, keep_epoch, pointer_at, slot_of, wait,
 )  # fmt: skip
 from flashinfer.ops.comm.alltoall import MOST_PAYLOADS, Blocks, Combine, Dispatch, config as sizes
 from flashinfer.ops.comm.symmetric import SLOTTED
@@ -233,10 +233,10 @@ def blocks_kernel(
                     row = channel + (round_index * each + i) * channels
                     for step in tl.static_range(WORLD):
                         to = (rank + step) % WORLD
-                        slot = slot_of(epoch, channel, rank, area, WORLD) + _int64(i) * (bytes0 + bytes1)
+                        slot = slot_of(epoch, channel, rank, area, WORLD) + int64(i) * (bytes0 + bytes1)
                         there = tl.load(peers + to) + slot
-                        from0 = given0 + (_int64(row) * WORLD + to) * bytes0
-                        from1 = given1 + (_int64(row) * WORLD + to) * bytes1
+                        from0 = given0 + (int64(row) * WORLD + to) * bytes0
+                        from1 = given1 + (int64(row) * WORLD + to) * bytes1
                         _copy(from0, there, bytes0, row < rows, 0, UNITS, BLOCK)
                         _copy(from1, there + bytes0, bytes1, row < rows, 1, UNITS, BLOCK)
                 arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
@@ -251,9 +251,9 @@ def blocks_kernel(
                 for i in range(each):
                     row = channel + (round_index * each + i) * channels
                     for source in tl.static_range(WORLD):
-                        here = own + slot_of(epoch, channel, source, area, WORLD) + _int64(i) * (bytes0 + bytes1)
-                        to0 = out0 + (_int64(row) * WORLD + source) * bytes0
-                        to1 = out1 + (_int64(row) * WORLD + source) * bytes1
+                        here = own + slot_of(epoch, channel, source, area, WORLD) + int64(i) * (bytes0 + bytes1)
+                        to0 = out0 + (int64(row) * WORLD + source) * bytes0
+                        to1 = out1 + (int64(row) * WORLD + source) * bytes1
                         _copy(here, to0, bytes0, row < rows, 0, UNITS, BLOCK)
                         _copy(here + bytes0, to1, bytes1, row < rows, 1, UNITS, BLOCK)
                 done += 1
@@ -261,8 +261,8 @@ def blocks_kernel(
         for i in range((rounds - done) * each):
             row = channel + (done * each + i) * channels
             for source in tl.static_range(WORLD):
-                to0 = out0 + (_int64(row) * WORLD + source) * bytes0
-                to1 = out1 + (_int64(row) * WORLD + source) * bytes1
+                to0 = out0 + (int64(row) * WORLD + source) * bytes0
+                to1 = out1 + (int64(row) * WORLD + source) * bytes1
                 _spoil(to0, bytes0, row < rows, 0, UNITS, BLOCK)
                 _spoil(to1, bytes1, row < rows, 1, UNITS, BLOCK)
         keep_epoch(state, channel, before + done)
@@ -291,12 +291,6 @@ def _spoil(to, nbytes, on, INDEX: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.c
     for start in range(0, words, BLOCK):
         word = start + tl.arange(0, BLOCK)
         tl.store(pointer_at(to, dtype, UNIT) + word, tl.full([BLOCK], -1, dtype), (word < words) & on)
-
-
-@triton.jit
-def _int64(i):
-    """i as 64 bits; in the interpreter a loop counts in Python's integers."""
-    return tl.zeros([], tl.int64) + i
 
 
 _LINK = {"peers": "*i64", "state": "*i32", "lost": "*i32", "rank": "i32", "area": "i64:16", "limit": "i64"}

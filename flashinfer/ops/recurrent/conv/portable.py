@@ -63,7 +63,7 @@ def few_kernel(
     at_out = out + column_offset(channel, out_by.channel, UNIT)
     if offsets is not None:
         if n == of.sequences:
-            # One program more than packed sequences: tokens of none have output 0.
+            # There is one program more than packed sequences: it writes 0 for tokens of no sequence.
             for t in range(0, tl.load(offsets).to(tl.int32)):
                 tl.store(at_out + t * out_by.token, tl.zeros_like(channel).to(out.dtype.element_ty), inside)
             for t in range(tl.load(offsets + n).to(tl.int32), of.tokens):
@@ -203,7 +203,7 @@ def many_kernel(
         at += column_offset(channel, x_by.channel, UNIT)[None, :]
         y += w[None, :] * tl.load(x + at, there[:, None] & inside[None, :], other=0).to(tl.float32)
         if state is not None and back > 0:
-            # Of the first tokens, what came before them is in the state.
+            # The inputs before a sequence's first token are in the state.
             before = reads & (token - back < first)
             at = slot * state_by.slot + (column + WIDTH - 1 + token - back - first) * state_by.token
             at = at[:, None] + column_offset(channel, state_by.channel, DENSE)[None, :]
@@ -291,7 +291,7 @@ def _build(problem, config, kernel, names, groups, constants):
     types |= {f"of.{name}": "i32" for name in _SIZES}
     absent = {name: None for name, kind in kinds.items() if not kind}
     constants = absent | {"WIDTH": problem.width, "ROLLING": problem.rolling, "CHANNELS": config.channels} | constants
-    # Of more than 1, channels are contiguous.
+    # DENSE above 1 says that channels are contiguous.
     constants |= {"UNIT": unit(problem.dtype, problem.aligned), "DENSE": 2 if problem.dense else 1}
     return Build(kernel, types, constants, num_warps=config.num_warps)
 

@@ -305,7 +305,7 @@ def results_kernel(
     in_columns = column < of.dstate
     at_out = out + head * out_by.head + row[None, :]
     if offsets is not None:
-        # There are as many places as tokens, at least: each also looks after tokens of no sequence.
+        # The programs cover all tokens by tiles: each also zeroes those of its tile that no sequence has.
         free = tl.program_id(0) * TILE + i
         free_of_all = (free < tl.load(offsets)) | (free >= tl.load(offsets + of.sequences))
         nobodys = (free < of.tokens) & free_of_all
