@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 import torch
 
-from flashinfer._core.checks import check_apart, check_indptr, check_values, dtype_name, present, require, same_device
+from flashinfer._core.checks import (
+    check_apart,
+    check_indptr,
+    check_values,
+    dtype_name,
+    present,
+    require,
+    rows_of,
+    same_device,
+)
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Gates, Kept, Norm, Pool, Tokens
@@ -20,8 +28,6 @@ INDICES = (torch.int32, torch.int64)
 _OURS = ("portable", "reference", "sm90")
 
 MOST_TREE_TOKENS = 64
-
-_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
 
 
 def variant_for(backend: str | None, *upstream: str) -> str:
@@ -97,11 +103,6 @@ def check_longest(name: str, offsets: torch.Tensor | None, most: int) -> None:
     if offsets is not None and offsets.device.type == "cpu" and offsets.numel() > 1:
         longest = int(offsets.diff().max())
         require(longest <= most, name, f"a sequence of {longest} tokens", f"{most} at most, a slot for each")
-
-
-def rows_of(x: _Given) -> _Given:
-    """x with a last stride of 1: itself, or a copy."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def default_scale(scale: float | None, key_dim: int) -> float:

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from flashinfer._core.checks import check_apart, dtype_name, require, same_device
-from flashinfer._delta import INDICES, STATES, check_tables, require_dtype, require_shape, rows_of
+from flashinfer._core.checks import check_apart, dtype_name, require, rows_of, same_device
+from flashinfer._delta import INDICES, STATES, check_tables, require_dtype, require_shape
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Gates, Marks, Pool, Tokens
 from flashinfer.ops.recurrent.layouts import whole_rows

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer import kda
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_apart, check_values, dtype_name, present, require, same_device
+from flashinfer._core.checks import check_apart, check_values, dtype_name, present, require, rows_of, same_device
 from flashinfer._delta import (
     INDICES,
     INPUTS,
@@ -15,7 +15,6 @@ from flashinfer._delta import (
     output_like,
     require_dtype,
     require_shape,
-    rows_of,
     run_step,
     variant_for,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import mhc as room
 
@@ -70,7 +70,7 @@ def mhc_post(
     same_device(x=x, residual=residual, post_layer_mix=post_layer_mix, comb_res_mix=comb_res_mix)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     if out.numel():
-        rows = _rows(x.reshape(-1, hidden)), _streams(residual), out.view(-1, 4, hidden)
+        rows = rows_of(x.reshape(-1, hidden)), _streams(residual), out.view(-1, 4, hidden)
         post, comb = post_layer_mix.reshape(-1, 4).contiguous(), comb_res_mix.reshape(-1, 4, 4).contiguous()
         _post(*rows[:2], post, comb, rows[2])
     return out
@@ -241,13 +241,9 @@ def _check_residual(residual: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tuple(residual.shape[:-2]), residual.shape[-1]
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
-
-
 def _streams(residual: torch.Tensor) -> torch.Tensor:
     """[tokens, 4, hidden] with contiguous rows; a copy only where strides forbid a view."""
-    return _rows(residual.reshape(-1, 4, residual.shape[-1]))
+    return rows_of(residual.reshape(-1, 4, residual.shape[-1]))
 
 
 def _run_pre(dot_mix, sqrsum, residual, scale, base, numbers, splits):

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import concat as room
@@ -100,7 +100,7 @@ def _pack(kv: torch.Tensor, rope: torch.Tensor, key: torch.Tensor, value: torch.
         variants_of(backend)
     if key.numel() == 0:
         return
-    kv, rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (kv, rope))
+    kv, rope = rows_of(kv), rows_of(rope)
     rope_dim, value_dim = rope.shape[1], value.shape[2]
     nope_dim = key.shape[2] - rope_dim
     widths = nope_dim, rope_dim, value_dim

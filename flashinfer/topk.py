@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_values, dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import check_values, dtype_name, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import number
@@ -429,17 +429,13 @@ def _check_out(name, tensor, rows, k):
     require(tensor.stride(1) == 1 or k == 1, name, tensor.stride(), "contiguous columns")
 
 
-def _rows(x):
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 @custom_op("flashinfer::top_k", mutates_args=("values", "indices"))
 def _top_k(
     input: torch.Tensor, k: int, sorted: bool, last: bool, values: torch.Tensor, indices: torch.Tensor
 ) -> None:
     if not len(input):
         return
-    x = _rows(input)
+    x = rows_of(input)
     problem = room.TopK("sorted" if sorted else "values", dtype_name(x.dtype), last, aligned=is_aligned(x))
     room.top_k(problem, x.device).run(x, k, None, None, (), (values, indices))
 
@@ -452,7 +448,7 @@ def _top_k_pages(
 ) -> None:  # fmt: skip
     if not len(input):
         return
-    x = _rows(input)
+    x = rows_of(input)
     problem = room.TopK(
         "pages",
         dtype_name(x.dtype),
@@ -475,7 +471,7 @@ def _top_k_ragged(
 ) -> None:  # fmt: skip
     if not len(input):
         return
-    x = _rows(input)
+    x = rows_of(input)
     aligned = starts is None and is_aligned(x)
     problem = room.TopK("ragged", dtype_name(x.dtype), last, starts=starts is not None, lengths=True, aligned=aligned)
     room.top_k(problem, x.device).run(x, k, starts, lengths, (offsets,), (out, None))
@@ -486,7 +482,7 @@ def _top_k_varlen(
     logits: torch.Tensor, seq_lens: torch.Tensor, k: int, compress_ratio: int, next_n: int, indices: torch.Tensor,
     values: torch.Tensor | None, backend: str,
 ) -> None:  # fmt: skip
-    x = _rows(logits)
+    x = rows_of(logits)
     problem = room.TopK("columns", dtype_name(x.dtype), lengths=True, aligned=is_aligned(x), valued=values is not None)
     pinned = () if backend in _VARLEN_BACKENDS else (backend,)
     choice = room.top_k(problem, x.device, *pinned)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 _T = TypeVar("_T")
+_Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | None)
 
 
 class CompileError(RuntimeError):
@@ -287,6 +288,11 @@ def indptr_values(
     values = indptr.cpu().numpy()
     check_indptr(name, values, most, what, sliced=sliced)
     return values.tolist()
+
+
+def rows_of(x: _Tensor) -> _Tensor:
+    """x with a last stride of 1, as kernels read rows: itself, or a copy. None is None."""
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def is_aligned(*tensors: torch.Tensor) -> bool:

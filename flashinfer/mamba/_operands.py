@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import check_indptr, require
+from flashinfer._core.checks import check_indptr, require, rows_of
 from flashinfer.ops.recurrent import ssm as room
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,7 +45,7 @@ def operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens)
     require(fits, "B", tuple(B.shape), f"[..., groups, {dstate}] as x, groups a divisor of {heads}")
     for name, value in (("B", B), ("C", C)):
         _like(name, value, (*x.shape[:-2], groups, dstate), (x.dtype,))
-    B, C = (t if t.stride(-1) == 1 or dstate == 1 else t.contiguous() for t in (B, C))
+    B, C = rows_of(B), rows_of(C)
     if packed:
         require(cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1, "cu_seqlens", tuple(cu_seqlens.shape), "[batch + 1]")
         require(cu_seqlens.dtype in _INDEX, "cu_seqlens", cu_seqlens.dtype, "int32, int64")

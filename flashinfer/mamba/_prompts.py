@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 
 from flashinfer._core.checks import check_indptr, require
 from flashinfer.ops.recurrent import ssd as room
-
-_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDEX = (torch.int32, torch.int64)
@@ -28,11 +24,6 @@ def require_dtype(name: str, value: torch.Tensor | None, dtype) -> None:
 
 def check_chunk(size: int) -> None:
     require(size >= 64 and size % 64 == 0, "chunk_size", size, "a multiple of 64")
-
-
-def rows_of(t: _Given) -> _Given:
-    """t with a last stride of 1: itself, or a copy."""
-    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def check_inputs(x, dt, A, B, C, D, z, dt_bias, out) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, present, require, same_device
+from flashinfer._core.checks import dtype_name, present, require, rows_of, same_device
 from flashinfer.mamba._prompts import (
     FLOATS,
     INDEX,
@@ -19,7 +19,6 @@ from flashinfer.mamba._prompts import (
     like,
     offsets_of,
     require_dtype,
-    rows_of,
 )
 from flashinfer.ops.recurrent import ssd as room
 from flashinfer.ops.recurrent.layouts import whole_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, present, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer._core.sizes import power_of_two
@@ -315,8 +315,7 @@ def _of_rows(name, x, input, is_gate):
     allowed = f"[{batch}, {rows}, {hidden}], [{batch * rows}, {hidden}], [{batch}, 1, {hidden}]"
     allowed += "" if is_gate else f", [{hidden}]"
     require(fits, name, tuple(x.shape), allowed)
-    x = x if x.stride(-1) == 1 or hidden == 1 else x.contiguous()
-    return x.expand(batch, rows, hidden)
+    return rows_of(x).expand(batch, rows, hidden)
 
 
 def _result(name, given, shape, dtype, device):
@@ -353,8 +352,7 @@ def _run(
             factors.zero_()
         return
     batch, _, hidden = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
+    x, residual = rows_of(x), rows_of(residual)
     tensors = x, residual, gate, gate_bias, factor, factor_bias, shift, shift_bias
     least = 4 * FORMATS[format].width if format else 1
     problem = room.Modulated(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.sizes import power_of_two
 from flashinfer.norm._rows import ROW_DTYPES
@@ -174,8 +174,7 @@ def _video(
         return
     head_dim = q_out.shape[-1]
     outputs = [out.view(-1, *out.shape[-2:]) for out in (q_out, k_out, v_out)]
-    rows = qkv.reshape(-1, qkv.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = rows_of(qkv.reshape(-1, qkv.shape[-1]))
     weights = [None if weight is None else weight.contiguous() for weight in (q_weight, k_weight)]
     given = [t for t in (rows, *weights, *outputs) if t is not None]
     problem = room.Video(

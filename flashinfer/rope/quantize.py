@@ -7,7 +7,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import KvLayout
 from flashinfer.ops import rope as room
@@ -406,7 +406,7 @@ def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, format, pdl, backend=
         return
     # A part that is not rotated and has no columns counts as absent.
     q, k = (x if x.rest.shape[2] else x._replace(rest=None, rest_out=None) for x in (q, k))
-    cache = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
+    cache = rows_of(cos_sin_cache)
     given = [x for x in (*q, *k, *(v or ())) if x is not None]
     widths = [x.shape[-1] for x in given]
     *scales, interleave = numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import rope as room
@@ -417,7 +417,7 @@ def _run_cached(inputs, outs, positions, cos_sin_cache, interleave) -> None:
     rotary_dim = check_cache(cos_sin_cache, inputs[0])
     check_positions("positions", positions, inputs[0])
     check_within_cache("positions", positions, cos_sin_cache)
-    cache = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
+    cache = rows_of(cos_sin_cache)
     _rotate(inputs, outs, positions, None, rotary_dim, interleave, cache)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import sampling as room
-from flashinfer.sampling.arguments import given, kind_of, place_of, randomness_of, rows_of
+from flashinfer.sampling.arguments import given, kind_of, place_of, randomness_of
 
 
 @custom_op("flashinfer::sampling", mutates_args=("samples", "valid"))

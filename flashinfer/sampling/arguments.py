@@ -157,8 +157,3 @@ def kind_of(scalar, tensor):
 
 def given(scalar, tensor):
     return scalar if tensor is None else tensor
-
-
-def rows_of(x):
-    """Rows that are contiguous, as kernels read them."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import sampling as room
-from flashinfer.sampling.arguments import as_rows, given, kind_of, parameter, rows_of, top_k_of, top_p_of
+from flashinfer.sampling.arguments import as_rows, given, kind_of, parameter, top_k_of, top_p_of
 
 
 @replayed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import sampling as room
 from flashinfer.sampling.arguments import INDICES, as_values, place_of, randomness_of, take_randomness
@@ -116,8 +116,7 @@ def _chain(
     """`numbers` are seed and offset, where they are not in tensors."""
     if not len(tokens):
         return
-    draft, target = (x if x.stride(2) == 1 else x.contiguous() for x in (draft, target))
-    ids = ids if ids.shape[1] <= 1 or ids.stride(1) == 1 else ids.contiguous()
+    draft, target, ids = rows_of(draft), rows_of(target), rows_of(ids)
     problem = room.Chain(
         dtype_name(draft.dtype), dtype_name(ids.dtype), place_of(seeds), place_of(offsets), is_aligned(draft, target)
     )

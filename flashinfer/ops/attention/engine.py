@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import torch
 
-from flashinfer._core.checks import UnsupportedConfig, as_dtype, check_values, dtype_name, require
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, check_values, dtype_name, require, rows_of
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import PlanOptions
@@ -41,7 +41,7 @@ def integers(x: torch.Tensor, name: str, device: torch.device, shape: tuple[int 
     if x.dtype != torch.int32 or x.device != device:
         require(x.dtype in (torch.int32, torch.int64), name, x.dtype, "int32, uint32 or int64")
         x = x.to(device, torch.int32, non_blocking=True)
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    return rows_of(x)
 
 
 def check_pages(tables: dict[str, torch.Tensor], page_size: int, pages: int, most: int) -> None:
