@@ -33,18 +33,18 @@ def operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens)
     wanted = "[tokens, heads, dim]" if packed else "[batch, heads, dim] or [batch, tokens, heads, dim]"
     fits = x.dim() == 3 if packed else x.dim() in (3, 4)
     require(fits and x.shape[-2:] == (heads, dim), "x", tuple(x.shape), f"{wanted} with {heads} heads of {dim}")
-    _like("x", x, x.shape, _FLOATS)
-    _like("dt", dt, x.shape, _FLOATS)
-    _like("z", z, x.shape, (x.dtype,))
-    _like("out", seen, x.shape, (x.dtype,))
-    _like("A", A, (heads, dim, dstate), _FLOATS)
-    _like("D", D, (heads, dim), _FLOATS)
-    _like("dt_bias", dt_bias, (heads, dim), _FLOATS)
+    check_tensor("x", x, x.shape, _FLOATS)
+    check_tensor("dt", dt, x.shape, _FLOATS)
+    check_tensor("z", z, x.shape, (x.dtype,))
+    check_tensor("out", seen, x.shape, (x.dtype,))
+    check_tensor("A", A, (heads, dim, dstate), _FLOATS)
+    check_tensor("D", D, (heads, dim), _FLOATS)
+    check_tensor("dt_bias", dt_bias, (heads, dim), _FLOATS)
     groups = B.shape[-2] if B.dim() == x.dim() else 0
     fits = groups > 0 and heads % groups == 0
     require(fits, "B", tuple(B.shape), f"[..., groups, {dstate}] as x, groups a divisor of {heads}")
     for name, value in (("B", B), ("C", C)):
-        _like(name, value, (*x.shape[:-2], groups, dstate), (x.dtype,))
+        check_tensor(name, value, (*x.shape[:-2], groups, dstate), (x.dtype,))
     B, C = rows_of(B), rows_of(C)
     if packed:
         require(cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1, "cu_seqlens", tuple(cu_seqlens.shape), "[batch + 1]")
@@ -55,9 +55,10 @@ def operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens)
     return result, room.Tokens(x, dt, B, C, z, seen, cu_seqlens), room.Layer(A, D, dt_bias), state, state_scale
 
 
-def _like(name: str, value: torch.Tensor | None, shape, dtypes) -> None:
+def check_tensor(name: str, value: torch.Tensor | None, shape, dtypes) -> None:
+    """Refuse a tensor of another shape, or of none of the dtypes; None passes."""
     if value is not None:
-        require(tuple(value.shape) == tuple(shape), name, tuple(value.shape), f"{tuple(shape)}")
+        require(tuple(value.shape) == tuple(shape), name, f"shape {tuple(value.shape)}", f"{tuple(shape)}")
         require(value.dtype in dtypes, name, value.dtype, ", ".join(map(str, dtypes)))
 
 
@@ -73,7 +74,7 @@ def _check_scale(name: str, scale, states, shape) -> None:
     given = "None" if scale is None else "a tensor"
     allowed = f"a tensor with int16, int8 and float8_e4m3fn, None with others; states are {states.dtype}"
     require(coded == (scale is not None), name, given, allowed)
-    _like(name, scale, shape, (torch.float32,))
+    check_tensor(name, scale, shape, (torch.float32,))
 
 
 def check_tables(tables: dict, tokens: room.Tokens) -> torch.dtype:

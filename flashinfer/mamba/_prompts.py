@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import check_indptr, require
+from flashinfer.mamba._operands import check_tensor
 from flashinfer.ops.recurrent import ssd as room
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDEX = (torch.int32, torch.int64)
-
-
-def like(name: str, value: torch.Tensor | None, shape, dtypes) -> None:
-    if value is not None:
-        require(tuple(value.shape) == tuple(shape), name, f"shape {tuple(value.shape)}", f"{tuple(shape)}")
-        require(value.dtype in dtypes, name, value.dtype, ", ".join(map(str, dtypes)))
 
 
 def require_dtype(name: str, value: torch.Tensor | None, dtype) -> None:
@@ -31,18 +26,18 @@ def check_inputs(x, dt, A, B, C, D, z, dt_bias, out) -> torch.Tensor:
     require(x.dim() == 4, "x", f"shape {tuple(x.shape)}", "[batch, tokens, heads, dim]")
     require(x.dtype in FLOATS, "x", x.dtype, ", ".join(map(str, FLOATS)))
     batch, length, heads, dim = x.shape
-    like("dt", dt, (batch, length, heads), FLOATS)
-    like("A", A, (heads,), FLOATS)
+    check_tensor("dt", dt, (batch, length, heads), FLOATS)
+    check_tensor("A", A, (heads,), FLOATS)
     groups = B.shape[2] if B.dim() == 4 else 0
     fits = groups > 0 and heads % groups == 0 and B.shape[3] > 0
     require(fits, "B", f"shape {tuple(B.shape)}", f"[{batch}, {length}, groups, dstate], groups a divisor of {heads}")
     for name, value in (("B", B), ("C", C)):
-        like(name, value, (batch, length, groups, B.shape[3]), (x.dtype,))
+        check_tensor(name, value, (batch, length, groups, B.shape[3]), (x.dtype,))
     wide = D is not None and D.dim() == 2
-    like("D", D, (heads, dim) if wide else (heads,), FLOATS)
-    like("z", z, x.shape, (x.dtype,))
-    like("dt_bias", dt_bias, (heads,), FLOATS)
-    like("out", out, x.shape, (x.dtype,))
+    check_tensor("D", D, (heads, dim) if wide else (heads,), FLOATS)
+    check_tensor("z", z, x.shape, (x.dtype,))
+    check_tensor("dt_bias", dt_bias, (heads,), FLOATS)
+    check_tensor("out", out, x.shape, (x.dtype,))
     return torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
 
 
@@ -52,18 +47,18 @@ def check_sequences(tables: dict, x, initial_states, num_seqs, update: bool) -> 
     packed = seq_idx is not None or offsets is not None
     require(offsets is None or seq_idx is None, "cu_seqlens", "a tensor", "None with seq_idx")
     require(not packed or x.shape[0] == 1, "x", f"{x.shape[0]} rows", "1 row with seq_idx or cu_seqlens")
-    like("seq_idx", seq_idx, x.shape[:2], INDEX)
+    check_tensor("seq_idx", seq_idx, x.shape[:2], INDEX)
     for name in ("chunk_indices", "chunk_offsets", "seq_chunk_cumsum"):
         require(tables[name] is None or seq_idx is not None, name, "a tensor", "None without seq_idx")
     segments = tables["chunk_indices"], tables["chunk_offsets"]
     require((segments[0] is None) == (segments[1] is None), "chunk_offsets",
             "None" if segments[1] is None else "a tensor", "given if and only if chunk_indices is")  # fmt: skip
     for name, value in zip(("chunk_indices", "chunk_offsets"), segments):
-        like(name, value, segments[0].shape[:1] if value is not None else (), (torch.int32,))
+        check_tensor(name, value, segments[0].shape[:1] if value is not None else (), (torch.int32,))
     for name in ("cu_seqlens", "state_indices", "seq_chunk_cumsum"):
         value = tables[name]
         dtypes = (torch.int32,) if name == "seq_chunk_cumsum" else INDEX
-        like(name, value, (value.numel(),) if value is not None else (), dtypes)
+        check_tensor(name, value, (value.numel(),) if value is not None else (), dtypes)
     counts = {"x": None if packed else x.shape[0], "num_seqs": num_seqs}
     for name in ("cu_seqlens", "seq_chunk_cumsum"):
         counts[name] = None if tables[name] is None else len(tables[name]) - 1
@@ -91,11 +86,11 @@ def check_marks(tables: dict, states, n: int, dtype) -> room.Marks | None:
         return None
     for name, value in given.items():
         require(value is not None, name, None, "a tensor, as the other two of checkpoints")
-    like("checkpoint_token_indices", tokens, (n,) if tokens.dim() < 2 else (n, tokens[0].numel()), (torch.int32,))
-    like("checkpoint_state_slots", slots, tokens.shape, (torch.int32,))
+    check_tensor("checkpoint_token_indices", tokens, (n, *tokens.shape[1:2]), (torch.int32,))
+    check_tensor("checkpoint_state_slots", slots, tokens.shape, (torch.int32,))
     require(states.dtype == dtype, "checkpoint_states", states.dtype, f"{dtype}, that of initial_states")
     require(states.is_contiguous(), "checkpoint_states", f"strides {states.stride()}", "contiguous")
-    both = [t.reshape(n, -1).contiguous() for t in (tokens, slots)]
+    both = [(t if t.dim() == 2 else t[:, None]).contiguous() for t in (tokens, slots)]
     return room.Marks(states, *both) if both[0].numel() else None
 
 

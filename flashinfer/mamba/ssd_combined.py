@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, present, require, rows_of, same_device
+from flashinfer.mamba._operands import check_tensor
 from flashinfer.mamba._prompts import (
     FLOATS,
     INDEX,
@@ -16,7 +17,6 @@ from flashinfer.mamba._prompts import (
     check_marks,
     check_sequences,
     first_segments,
-    like,
     offsets_of,
     require_dtype,
 )
@@ -164,7 +164,7 @@ def ssd_combined_fwd(
     for name, value in states.items():
         if value is not None:
             count = n if name == "initial_states" and state_indices is None else value.shape[0] if value.dim() else 0
-            like(name, value, (count, heads, dim, dstate), FLOATS)
+            check_tensor(name, value, (count, heads, dim, dstate), FLOATS)
     given = [value.dtype for value in states.values() if value is not None]
     dtype = given[0] if given else state_dtype or torch.bfloat16
     fits = state_dtype in (None, dtype) and dtype in FLOATS
@@ -398,15 +398,15 @@ class SSDCombined:
         same_device(seq_idx=seq_idx, chunk_indices=chunk_indices, chunk_offsets=chunk_offsets,
                     seq_chunk_cumsum=seq_chunk_cumsum)  # fmt: skip
         require(seq_idx.dim() == 2, "seq_idx", f"shape {tuple(seq_idx.shape)}", "[1, tokens]")
-        like("seq_idx", seq_idx, (1, seq_idx.shape[1]), INDEX)
-        like("chunk_indices", chunk_indices, (chunk_indices.numel(),), (torch.int32,))
-        like("chunk_offsets", chunk_offsets, chunk_indices.shape, (torch.int32,))
+        check_tensor("seq_idx", seq_idx, (1, seq_idx.shape[1]), INDEX)
+        check_tensor("chunk_indices", chunk_indices, (chunk_indices.numel(),), (torch.int32,))
+        check_tensor("chunk_offsets", chunk_offsets, chunk_indices.shape, (torch.int32,))
         of_tokens = seq_idx[0].contiguous()
         there = len(of_tokens) > 0 or not len(chunk_indices)
         require(there, "seq_idx", "no tokens", "tokens, where there are segments")
         if seq_chunk_cumsum is None:
             seq_chunk_cumsum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_idx.device)
-        like("seq_chunk_cumsum", seq_chunk_cumsum, (num_seqs + 1,), (torch.int32,))
+        check_tensor("seq_chunk_cumsum", seq_chunk_cumsum, (num_seqs + 1,), (torch.int32,))
         numbers = torch.arange(num_seqs + 1, dtype=of_tokens.dtype, device=of_tokens.device)
         return seq_chunk_cumsum.copy_(first_segments(of_tokens, numbers, chunk_indices, chunk_offsets, chunk_size))
 

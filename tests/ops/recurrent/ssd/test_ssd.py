@@ -261,6 +261,19 @@ def test_a_long_prompt_does_not_drift(device):
 
 
 @backends
+@pytest.mark.parametrize("shape", [(0,), (0, 2)])
+def test_states_on_the_way_of_no_sequence(backend, device, shape):
+    x, rows, dt = (torch.ones(size, device=device) for size in ((1, 3, 1, 2), (1, 3, 1, 4), (1, 3, 1)))
+    none = torch.zeros(shape, dtype=torch.int32, device=device)
+    marks = torch.full((1, 1, 2, 4), POISON, device=device)
+    out, states = ssd_combined_fwd(
+        x, dt, torch.zeros(1, device=device), rows, rows, cu_seqlens=torch.zeros(1, dtype=torch.int32, device=device),
+        checkpoint_token_indices=none, checkpoint_state_slots=none, checkpoint_states=marks, backend=backend,
+    )  # fmt: skip
+    assert not out.any() and states.shape == (0, 1, 2, 4) and (marks == POISON).all()
+
+
+@backends
 def test_nothing_to_do(backend, device):
     prompt = Prompt([], device, around=(3, 0))
     out, final = prompt.run(None, backend, out=torch.full_like(prompt.x, POISON))
