@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_values, dtype_name, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import check_values, dtype_name, is_aligned, number, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
-from flashinfer._core.scalars import number
 from flashinfer.compat.queries import answering
 from flashinfer.ops import topk as room
 

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.compiler.errors import CompilationError
-from triton.runtime.jit import JITCallable, JITFunction
+from triton.runtime.jit import JITCallable
 
 from flashinfer._core import assembler, env
 from flashinfer._core.cache_folders import find_temporary

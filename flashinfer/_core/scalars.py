@@ -1,22 +1,12 @@
-"""Scalars that a caller may pass as a number or as a tensor of one element on any device."""
+"""Scales that a caller may pass as a number or as a tensor, for kernels that read them from memory."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from flashinfer._core.checks import require
 
 _SCALES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def number(name: str, value) -> Any:
-    """A Python number, or the element of a tensor of one, which waits for its device."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    require(value.numel() == 1, name, tuple(value.shape), "a number, or a tensor of one element")
-    return value.item()
 
 
 def scales(name: str, value, device: torch.device, entries: int = 1) -> torch.Tensor:

@@ -7,7 +7,7 @@ from numbers import Integral, Real
 
 import torch
 
-from flashinfer._core.checks import require, require_tensor
+from flashinfer._core.checks import number, require, require_tensor
 from flashinfer.ops.attention.engine import sinks_of
 
 
@@ -47,9 +47,7 @@ def check_caches(k: torch.Tensor, v: torch.Tensor, axes: tuple[int, ...], shape:
 
 def real(name: str, value) -> float:
     """A finite number, given as one or as a tensor of one element. A tensor on a GPU is waited for."""
-    if isinstance(value, torch.Tensor):
-        require(value.numel() == 1, name, tuple(value.shape), "a number, or a tensor with one")
-        value = value.item()
+    value = number(name, value)
     require(isinstance(value, Real) and not isinstance(value, bool), name, repr(value), "a number")
     require(math.isfinite(value), name, value, "a finite number")
     return float(value)
@@ -77,9 +75,9 @@ def scale(name: str, value, device: torch.device):
     require(value.device == device or value.device.type == "cpu", name, f"a tensor on {value.device}",
             f"{device}, or the CPU")  # fmt: skip
     if value.device.type == "cpu":
-        number = real(name, value)
+        known = real(name, value)
         if device.type != "cpu":
-            return number
+            return known
     return value.reshape(1).float()
 
 
