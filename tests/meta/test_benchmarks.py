@@ -174,15 +174,18 @@ def test_torch_is_a_peer_where_it_can_state_the_row(attention):
     t = workload.tensors(a, torch.device("cpu"))
     check = partial(workload.check, a, workload.truth(a, t))
     works = sdpa.works(a, t, check)
-    assert works.keys() == {f"{backend}/{heads}" for backend in ("cudnn", "flash") for heads in ("gqa", "expanded")}
+    ways = {f"{backend}/{heads}" for backend in ("cudnn", "flash") for heads in ("gqa", "expanded")}
+    assert works.keys() == ways | {"naive"}
+    works["naive"].check(works["naive"].run(*works["naive"].inputs))
     measured = bench.checked_time(works["flash/expanded"], torch.device("cpu"))
     assert measured.get("us", 0) > 0, measured
     several = workload.Attention(**SMALL, requests=2, q_len=1, kv_len=32, page_size=16)
     chunk = workload.Attention(**SMALL, requests=1, q_len=4, kv_len=32, causal=True)
     assert sdpa.works(several, workload.tensors(several, torch.device("cpu")), check) == {}
-    assert {name.split("/")[0] for name in sdpa.works(chunk, workload.tensors(chunk, torch.device("cpu")), check)} == {
-        "flash"
-    }
+    t = workload.tensors(chunk, torch.device("cpu"))
+    works = sdpa.works(chunk, t, partial(workload.check, chunk, workload.truth(chunk, t)))
+    assert {name.split("/")[0] for name in works} == {"flash", "naive"}
+    works["naive"].check(works["naive"].run(*works["naive"].inputs))
 
 
 def settled(rows, targets, copy=1000.0, matmul=100.0):

@@ -31,7 +31,8 @@ def test_every_room_has_a_case():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU, which runs all of them")
 @pytest.mark.parametrize(
     "case",
-    ["comm.allreduce_fusion", "comm.alltoall", "decode, odd pages and dim", "merge", "tokens", "wide rows", "quantisation"],
+    ["comm.allreduce_fusion", "comm.alltoall", "decode, odd pages and dim", "merge", "quantisation", "tokens",
+     "wide rows"],
 )
 def test_cases_beside_the_rooms_run(case, monkeypatch):
     monkeypatch.setattr(small_cases, "DEVICE", torch.device("cpu"))
