@@ -8,7 +8,6 @@ from .dense import (
     bmm_fp8,
     mm_bf16,
     mm_fp8,
-    tgv_gemm_sm100,
     tinygemm_bf16,
 )
 from .grouped import (
@@ -41,6 +40,7 @@ from .router import (
 )
 from .segment import SegmentGEMMWrapper
 from .svdquant import mm_nvfp4_svdquant, nvfp4_quantize_smooth, svdquant_linear
+from .tgv import tgv_gemm_sm100
 
 __all__ = [
     "SegmentGEMMWrapper",

@@ -117,6 +117,25 @@ def test_mm_fp8(backend, device):
         assert_close(out, peer(a, weight.T, BF16, scale=scale), truth(a, weight.T, scale=scale))
 
 
+@kernels
+@pytest.mark.parametrize("a_dtype, b_dtype", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
+def test_mm_fp8_of_a_weight_as_it_is(backend, device, a_dtype, b_dtype):
+    """[n, k], of any n and k and any strides; with any of upstream's names, too."""
+    a = generate.randn(6, 144, dtype=a_dtype, device=device)
+    weight = generate.randn(40, 144, dtype=b_dtype, device=device)
+    alpha = torch.tensor(0.125)
+    out = flashinfer.mm_fp8(a, weight, alpha, backend=backend)
+    assert_close(out, peer(a, weight.T, BF16, scale=0.125), truth(a, weight.T, scale=0.125))
+    if backend == "reference":
+        for name in ("auto", "trtllm_low_latency", "cutedsl_low_latency", "cublas", "cudnn", "cutlass"):
+            assert_close(flashinfer.mm_fp8(a, weight, alpha, backend=name), out, truth(a, weight.T, scale=0.125))
+            assert flashinfer.mm_fp8.has_backend(name) or name == "auto"
+    columns = generate.strided(weight.T.contiguous(), gap=3).T
+    assert_bitwise(flashinfer.mm_fp8(a, columns, alpha, backend=backend), out)
+    with pytest.raises(ValueError, match=r"^b: got .*allowed: \[n, 144\]"):
+        flashinfer.mm_fp8(a, weight.T)
+
+
 @pytest.mark.parametrize("sms, dtype", [(1, FP16), (132, FP32)])
 def test_k_slices(device, sms, dtype):
     """132 multiprocessors have one tile to share: K is split, and the sum of the slices is the same every time.
