@@ -207,7 +207,8 @@ def trtllm_fp4_block_scale_routed_moe(
     local_num_experts, do_finalize, enable_pdl, activation_type, per_token_scale, output, tune_max_num_tokens
         As in `trtllm_fp4_block_scale_moe`.
     gemm1_lora_delta : torch.Tensor, optional
-        Only None.
+        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`. It is added as it is, after output1_scale_gate_scalar and
+        the bias.
     valid_hidden_size, valid_intermediate_size, hidden_states_scale_layout
         As in `trtllm_fp4_block_scale_moe`.
     num_fused_shared_experts : int, optional
@@ -216,7 +217,8 @@ def trtllm_fp4_block_scale_routed_moe(
     Returns
     -------
     list of torch.Tensor
-        [output], bfloat16 [tokens, hidden]; without `do_finalize` as in `flashinfer.fused_moe.trtllm_bf16_moe`.
+        [output], bfloat16 [tokens, hidden]; without `do_finalize`, and with `gemm1_lora_delta`, as in
+        `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
 
     Raises
     ------
@@ -234,9 +236,9 @@ def trtllm_fp4_block_scale_routed_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     require(not num_fused_shared_experts, "num_fused_shared_experts", num_fused_shared_experts, "None, 0")
-    routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts))
+    local = (local_expert_offset, local_num_experts)
+    routed = routed_by_ids(topk_ids, num_experts, top_k, local, delta=gemm1_lora_delta)
     given = [(gemm1_weights, gemm1_weights_scale, gemm1_bias), (gemm2_weights, gemm2_weights_scale, gemm2_bias)]
     scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
     act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
