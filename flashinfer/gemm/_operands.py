@@ -100,7 +100,10 @@ def alpha_of(alpha: torch.Tensor | None, a: torch.Tensor, *counts: int) -> Any:
 def result(
     out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """`out`, checked, or a new tensor; where neither says the dtype it is bfloat16."""
+    """`out`, checked, or a new tensor; where neither says the dtype it is bfloat16.
+
+    Upstream reads out_dtype of some functions where there is no `out` only: these give None for it where there is one.
+    """
     dtype = dtype or (torch.bfloat16 if out is None else out.dtype)
     require(dtype in OUT, "out_dtype", dtype, ", ".join(str(d) for d in OUT))
     if out is None:

@@ -63,7 +63,9 @@ def test_mxfp4(variant, device, shape, layout):
     if x.numel():
         values = flashinfer.mxfp4_dequantize(codes, factors, LAYOUTS[layout])
         wide = truth.ue8m0(expected).repeat_interleave(32, 1)
-        assert_same(values, (truth.decode("e2m1", nibbles) * wide).float())
+        # On the host, as upstream's.
+        assert_same(values, (truth.decode("e2m1", nibbles) * wide).float().cpu())
+        assert_same(flashinfer.mxfp4_dequantize(codes, factors.cpu(), LAYOUTS[layout].value), values)
 
 
 def test_column_major_rows(variant, device):
@@ -358,8 +360,9 @@ def test_dequantize(variant, device, layout, factor, width):
         is_sf_8x4_layout=layout == "8x4",
     )  # fmt: skip
     convert = quantization.e2m1_and_ufp8sf_scale_to_float
-    assert_same(convert(codes, flat, **options), expected.float())
-    assert_same(convert(codes, flat, scale, **options), (expected * scale.double()).float())
+    # On the host, as upstream's, from any devices.
+    assert_same(convert(codes, flat, **options), expected.float().cpu())
+    assert_same(convert(codes, flat.cpu(), scale, **options), (expected * scale.double()).float().cpu())
     if (layout, factor) == ("linear", "ue8m0"):
         assert_same(flashinfer.mxfp4_dequantize_host(codes, factors), expected.float())
         groups = quantization.mxfp4_dequantize_host(codes[:, :32], flat[:11], group_size=64)
@@ -549,7 +552,7 @@ BAD = {
         lambda x: FP4(x, None, 32, True, nvfp4_4over6=NVFP44Over6Config()), (ROWS,), "nvfp4_4over6",
     ),
     "a recipe that is none": (lambda x: FP4(x, SCALE, nvfp4_4over6=1), (ROWS,), "nvfp4_4over6"),
-    "a layout that is none": (flashinfer.nvfp4_quantize, (ROWS, SCALE, 2), "sfLayout"),
+    "a layout that is none": (flashinfer.nvfp4_quantize, (ROWS, SCALE, 3), "sfLayout"),
     "shuffling without tiles": (flashinfer.nvfp4_quantize, (ROWS, SCALE, LAYOUTS["linear"], True), "do_shuffle"),
     "named rows without scales of rows": (
         lambda x: flashinfer.nvfp4_quantize(x, 1.0, expanded_idx_to_permuted_idx=torch.zeros(2).int()),
