@@ -36,7 +36,7 @@ _METHODS = {
 _BIASED = (_M.DeepSeekV3, _M.MiniMax2)
 
 
-@answering()
+@answering("default", "cake")
 @checked
 @named(weights="topk_values", ids="topk_indices", replay="routing_replay_out")
 def fused_topk_deepseek(

@@ -69,6 +69,7 @@ def cutlass_fused_moe_workspace_size(
     use_packed_weights: bool = False,
     use_wfp4afp8_humming: bool = False,
     device: torch.device | str | int | None = None,
+    backend: str = "cutlass",
 ) -> int:
     """Bytes of a `workspace_buffer` that `cutlass_fused_moe` takes: 128 for any call, which are left alone.
 
@@ -85,6 +86,8 @@ def cutlass_fused_moe_workspace_size(
     min_latency_mode, use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling : bool
     use_fused_finalize, use_packed_weights, use_wfp4afp8_humming : bool
     device : torch.device, str or int, optional
+    backend : str
+        "cutlass" or "auto".
 
     Returns
     -------
@@ -94,7 +97,7 @@ def cutlass_fused_moe_workspace_size(
     Raises
     ------
     ValueError
-        One of the first five that is less than 1.
+        One of the first five that is less than 1, or another backend.
 
     Examples
     --------
@@ -107,4 +110,5 @@ def cutlass_fused_moe_workspace_size(
              "num_experts_total": num_experts_total, "top_k": top_k}  # fmt: skip
     for name, value in sizes.items():
         require(value >= 1, name, value, "1 or more")
+    require(backend in ("cutlass", "auto"), "backend", repr(backend), "'cutlass', 'auto'")
     return 128

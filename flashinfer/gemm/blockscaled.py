@@ -13,6 +13,8 @@ from flashinfer.ops.gemm import blockscaled as room
 
 __all__ = ["bmm_mxfp8", "mm_bf16_fp4", "mm_fp4", "mm_mxfp8", "prepare_bf16_fp4_weights"]
 
+_OF_BF16_AND_FP4 = ("cudnn", "cute-dsl", "cute-dsl-native", "blackwell-native", "blackwell-tiled")
+
 
 @checked
 @answering("auto", "cudnn", "cutlass", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x", "cake"))
@@ -254,7 +256,7 @@ def bmm_mxfp8(
 
 
 @checked
-@answering("cudnn", "cute-dsl")
+@answering(*_OF_BF16_AND_FP4)
 def prepare_bf16_fp4_weights(
     b: torch.Tensor,
     b_descale: torch.Tensor,
@@ -274,7 +276,8 @@ def prepare_bf16_fp4_weights(
     alpha : torch.Tensor, optional
         One element, as in `mm_fp4`.
     backend : str
-        "cudnn" or "cute-dsl", or a variant's name: the weight is the same for all.
+        "cudnn", "cute-dsl", "cute-dsl-native", "blackwell-native" or "blackwell-tiled", or a variant's name: the weight
+        is the same for all.
     block_size : int
         16.
 
@@ -305,7 +308,7 @@ def prepare_bf16_fp4_weights(
 
 
 @checked
-@answering("cudnn", "cute-dsl")
+@answering(*_OF_BF16_AND_FP4)
 def mm_bf16_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -327,7 +330,7 @@ def mm_bf16_fp4(
     b, b_descale, alpha
         What `prepare_bf16_fp4_weights` returned: [N, K / 2], its factors, and one element or None.
     backend : str
-        "cudnn" or "cute-dsl", or a variant's name.
+        As in `prepare_bf16_fp4_weights`: one result.
     out_dtype : torch.dtype, optional
         bfloat16, float16 or float32; by default that of `out`, or bfloat16.
     out : torch.Tensor, optional
@@ -359,7 +362,7 @@ def mm_bf16_fp4(
     b, b_descale, alpha = prepare_bf16_fp4_weights(b, b_descale, alpha, backend=backend, block_size=block_size)
     given.same("b", 2 * b.shape[1], "a", a.shape[1], "K")
     out = given.result(out, (a.shape[0], b.shape[0]), out_dtype, a)
-    backend = given.variant_of(backend, ("cudnn", "cute-dsl"))
+    backend = given.variant_of(backend, _OF_BF16_AND_FP4)
     gemm(a[None], b[None], None, b_descale[None], alpha, out[None], "ue4m3", "", "128x4", width=16, backend=backend)
     return out
 
@@ -372,5 +375,5 @@ def _is_shuffled(backend: str, b: torch.Tensor) -> bool:
 
 
 def _check_backend(backend: str) -> None:
-    allowed = ("cudnn", "cute-dsl", "auto", *(v.name for v in room.blockscaled.variants))
+    allowed = (*_OF_BF16_AND_FP4, "auto", *(v.name for v in room.blockscaled.variants))
     require(backend in allowed, "backend", repr(backend), ", ".join(allowed))

@@ -85,7 +85,7 @@ def mm_bf16(
 
 
 @replayed
-@answering("auto", "cudnn", "cutlass", "cutile")
+@answering("auto", "cudnn", "cutlass", "cutile", denied=("tgv", "cake"))
 def bmm_bf16(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -132,7 +132,7 @@ def bmm_bf16(
 
 
 @replayed
-@answering("auto", "cublas", "cudnn", "cutlass")
+@answering("auto", "cublas", "cudnn", "cutlass", denied=("cute-dsl",))
 def bmm_fp8(
     A: torch.Tensor,
     B: torch.Tensor,

@@ -162,7 +162,7 @@ def group_deepgemm_fp8_nt_groupwise(
 
 
 @checked
-@answering("deepgemm")
+@answering("deepgemm", denied=("cake",))
 def batch_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -20,7 +20,7 @@ __all__ = ["fp8_blockscale_gemm_sm90", "gemm_fp8_nt_blockscaled", "gemm_fp8_nt_g
 
 
 @replayed
-@answering("cutlass", "trtllm")
+@answering("cutlass", "trtllm", denied=("cutile",))
 def gemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -203,6 +203,9 @@ def test_mm_bf16_fp4(variant, device, m, n, k):
         prepared = flashinfer.prepare_bf16_fp4_weights(b.codes, b.arranged("128x4"), given, backend="cudnn")
         out = flashinfer.mm_bf16_fp4(a, *prepared, backend="cudnn")
         check(out, a.double(), b.values, 1.0 if given is None else 1.5)
+    for backend in ("cute-dsl", "cute-dsl-native", "blackwell-native", "blackwell-tiled"):
+        same = flashinfer.prepare_bf16_fp4_weights(b.codes, b.arranged("128x4"), alpha, backend=backend)
+        assert_bitwise(flashinfer.mm_bf16_fp4(a, *same, backend=backend), out)
 
 
 @pytest.mark.parametrize("per_row", [False, True])

@@ -185,6 +185,8 @@ def test_workspace(device):
     """Of the size that is asked for, or none: nothing is read or written there."""
     sizes = dict(max_num_tokens=4, hidden_size=H, intermediate_size=M, num_experts_total=E, top_k=2)
     size = fused_moe.cutlass_fused_moe_workspace_size(**sizes, x_dtype=HALF, weight_dtype=torch.uint8, device=device)
+    named = fused_moe.cutlass_fused_moe_workspace_size(**sizes, x_dtype=HALF, weight_dtype=HALF, backend="cutlass")
+    assert named == size
     workspace = torch.full((size,), 7, dtype=torch.uint8, device=device)
     (x, given, scales), *_ = int4_layer(device)
     ids, s = chosen(device)
@@ -194,6 +196,8 @@ def test_workspace(device):
     for name in sizes:
         with pytest.raises(ValueError, match=f"^{name}: got 0; allowed: 1 or more"):
             fused_moe.cutlass_fused_moe_workspace_size(**sizes | {name: 0}, x_dtype=HALF, weight_dtype=HALF)
+    with pytest.raises(ValueError, match="^backend: got 'cake'; allowed: "):
+        fused_moe.cutlass_fused_moe_workspace_size(**sizes, x_dtype=HALF, weight_dtype=HALF, backend="cake")
 
 
 BAD = {
