@@ -16,6 +16,7 @@ from flashinfer.tllm_enums import RoutingMethodType
 __all__ = ["TrtllmGenRoutingResult", "max_num_padded_tokens", "trtllm_gen_routing"]
 
 
+@checked
 def max_num_padded_tokens(num_tokens: int, top_k: int, num_experts: int, tile_tokens_dim: int) -> int:
     """The most rows that any choice of experts has, padding included.
 
@@ -32,12 +33,20 @@ def max_num_padded_tokens(num_tokens: int, top_k: int, num_experts: int, tile_to
     -------
     int
 
+    Raises
+    ------
+    ValueError
+        A number below 0, or a tile without rows.
+
     Examples
     --------
     >>> from flashinfer.fused_moe.trtllm_gen_routing import max_num_padded_tokens
     >>> max_num_padded_tokens(4, 2, 3, 8)
     24
     """
+    for name, x, least in (("num_tokens", num_tokens, 0), ("top_k", top_k, 0), ("num_experts", num_experts, 0),
+                           ("tile_tokens_dim", tile_tokens_dim, 1)):  # fmt: skip
+        require(x >= least, name, x, f"{least} or more")
     return most_tiles(num_tokens * top_k, num_experts, tile_tokens_dim) * tile_tokens_dim
 
 

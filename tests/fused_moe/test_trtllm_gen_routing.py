@@ -72,3 +72,6 @@ def test_ranges():
         trtllm_gen_routing(logits, None, 1, 2, local_expert_offset=6, local_num_experts=4)
     with pytest.raises(ValueError, match="tile_tokens_dim: got 0"):
         trtllm_gen_routing(logits, None, 1, 2, tile_tokens_dim=0)
+    for given, name in (((-1, 2, 3, 8), "num_tokens"), ((4, 2, 3, 0), "tile_tokens_dim")):
+        with pytest.raises(ValueError, match=f"^{name}: got "):
+            max_num_padded_tokens(*given)

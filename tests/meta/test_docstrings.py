@@ -24,7 +24,8 @@ RAISE_NOTHING = {
     "fused_moe.get_scratchpad_size_bytes", "fused_moe.has_monomoe", "gdn_kernels.gdn_fused_decode_step_supported",
     "kda_prefill.kda_prefill_supports_fp32_checkpoints", "moe_ep.available_communication_backends",
     "norm.supports_gated_residual_next_rmsnorm", "norm.supports_gated_residual_rmsnorm",
-    "norm.supports_rmsnorm_sigmoid_gate", "quantization.nvfp4_e4m3_max", "topk.can_implement_filtered_topk",
+    "norm.supports_rmsnorm_sigmoid_gate", "quantization.nvfp4_4over6_code", "quantization.nvfp4_e4m3_max",
+    "topk.can_implement_filtered_topk",
 }  # fmt: skip
 # Methods with parameters that raise nothing of their own.
 METHODS_RAISE_NOTHING = {

@@ -1,5 +1,7 @@
 """Block-scaled quantisation, bit for bit against the formats' specifications in float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -340,10 +342,37 @@ def test_recipe_of_the_environment(monkeypatch, device):
         assert torch.equal(out[0], by_environment[0]) is same
     assert float(quantization.make_nvfp4_global_scale(x, True)) == pytest.approx(1 / 2688, rel=1e-7)
     assert float(quantization.make_nvfp4_global_scale(x, False, global_scale=3.5)) == 3.5
-    assert float(quantization.make_nvfp4_global_scale(x * 0, False)) == 2688
+    assert float(quantization.make_nvfp4_global_scale(x, True, 3.5)) == pytest.approx(1 / 2688, rel=1e-7)
+    for empty in (torch.zeros_like(x), x[:0]):
+        largest = quantization.make_nvfp4_global_scale(empty, False)
+        assert_bitwise(largest, torch.full((1,), torch.finfo(torch.float32).max, device=device))
+        made = flashinfer.nvfp4_quantize(empty, largest, nvfp4_4over6=None)
+        assert not any(part.view(torch.uint8).any() for part in made)
+    assert NVFP44Over6Config(err_mode="mse") == NVFP44Over6Config(err_mode=1)
     for bad in (dict(e4m3_max=300), dict(err_mode="RMS")):
         with pytest.raises(ValueError, match=next(iter(bad))):
             NVFP44Over6Config(**bad)
+
+
+def test_recipes_as_numbers_and_text():
+    names = {"NVFP44Over6Config": NVFP44Over6Config, "NVFP44Over6ErrMode": quantization.NVFP44Over6ErrMode}
+    codes = set()
+    for largest, mode, fast in itertools.product((448, 256), (0, 1), (False, True)):
+        recipe = NVFP44Over6Config(largest, mode, fast)
+        code = quantization.nvfp4_4over6_code(recipe)
+        assert code == 1 + 2 * (largest == 256) + 4 * mode + 16 * fast
+        assert quantization.nvfp4_4over6_from_code(code) == recipe == eval(repr(recipe), names)
+        codes.add(code)
+    assert quantization.nvfp4_4over6_code(None) == 0 and quantization.nvfp4_4over6_from_code(0) is None
+    left_out = quantization.nvfp4_4over6_from_code(-1)
+    assert left_out is not None and quantization.resolve_nvfp4_4over6(left_out) is None
+    assert repr(NVFP44Over6Config()) == "NVFP44Over6Config()"
+    for code in set(range(-3, 40)) - codes - {-1}:
+        if 0 <= code < 32 and code % 2 == 0:
+            assert quantization.nvfp4_4over6_from_code(code) is None
+        else:
+            with pytest.raises(ValueError, match=f"^code: got {code}; allowed: "):
+                quantization.nvfp4_4over6_from_code(code)
 
 
 @each_layout

@@ -9,7 +9,6 @@ from flashinfer import fused_moe
 from flashinfer._core.dispatch import Op
 from flashinfer._core.target import target_of
 from flashinfer.fused_moe import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout, experts, routing
-from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets as buckets
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from flashinfer.testing.generate import Guarded, strided
 from flashinfer.tllm_enums import SfLayout
@@ -632,12 +631,3 @@ def test_compiled_calls_are_one_op(device):
         return fused_moe.cutlass_fused_moe(x, ids, s, w1, w2, BF16, None)[0]
 
     assert_bitwise(torch.compile(call, backend="eager", fullgraph=True)(x, ids, s), call(x, ids, s))
-
-
-def test_buckets():
-    doubling, steps = [2**i for i in range(9)], [*range(512, 2049, 256), *range(2560, 4097, 512)]
-    assert buckets(16384) == (*doubling, *steps, 8192, 16384)
-    assert buckets(600, 3) == (3, 6, 12, 24, 48, 96, 192, 384, 512, 600)
-    assert buckets(1) == (1,)
-    with pytest.raises(ValueError, match="^max_num_tokens: got .*allowed: "):
-        buckets(2, 3)
