@@ -28,7 +28,8 @@ from .ragged import (
     ragged_bmm,
     ragged_scaled_bmm,
 )
-from .router import (
+from .routergemm import (
+    mm_M1_16,
     mm_M1_16_K6144_N256,
     mm_M1_16_K7168_N128,
     mm_M1_16_K7168_N256,
@@ -61,6 +62,7 @@ __all__ = [
     "grouped_gemm_nt_masked",
     "masked_bmm",
     "masked_scaled_bmm",
+    "mm_M1_16",
     "mm_M1_16_K6144_N256",
     "mm_M1_16_K7168_N128",
     "mm_M1_16_K7168_N256",

@@ -157,6 +157,11 @@ def test_router_and_tiny(device):
         weight, out = generate.randn(n, 7168, dtype=BF16, device=device), torch.empty(3, n, dtype=dtype, device=device)
         assert run(a, weight.T, out) is None
         assert_close(out, peer(a, weight.T, dtype), truth(a, weight.T))
+    weight = generate.randn(72, 7168, dtype=BF16, device=device)
+    for few, dtype in ((a, BF16), (a[:1], FP32), (a.repeat(5, 1), FP32)):
+        out = torch.empty(len(few) + 1, 72, dtype=dtype, device=device).fill_(7)
+        assert gemm.mm_M1_16(few, weight.T, out[:-1]) is None and (out[-1] == 7).all()
+        assert_close(out[:-1], peer(few, weight.T, dtype), truth(few, weight.T))
     a, weight, bias = (generate.randn(*s, dtype=BF16, device=device) for s in ((3, 128), (32, 128), (32,)))
     out = torch.empty(3, 32, dtype=BF16, device=device)
     assert gemm.tinygemm_bf16(a, weight, out, bias) is None
@@ -202,6 +207,9 @@ def _ones(*shape, dtype=BF16):
         (lambda: gemm.mm_fp8(_ones(2, 128).to(E4M3), _ones(1, 48, 128).to(E4M3)), "b"),
         (lambda: gemm.tgv_gemm_sm100(_ones(2, 8), _ones(8, 8), None, a_descale=_ones(1)), "a_descale"),
         (lambda: gemm.tgv_gemm_sm100(_ones(2, 8).to(E4M3), _ones(8, 8).to(E4M3), None), "a_descale"),
+        (lambda: gemm.mm_M1_16(_ones(17, 8), _ones(8, 4), _ones(17, 4)), "mat_a"),
+        (lambda: gemm.mm_M1_16(_ones(1, 8), _ones(9, 4), _ones(1, 4)), "mat_b"),
+        (lambda: gemm.mm_M1_16(_ones(1, 8), _ones(8, 4), _ones(1, 4).half()), "out"),
         (lambda: gemm.mm_M1_16_K7168_N256(_ones(17, 7168), _ones(7168, 256), _ones(17, 256)), "mat_a"),
         (lambda: gemm.mm_M1_16_K7168_N256(_ones(1, 7168), _ones(7168, 256), _ones(1, 256)), "out"),
     ],
