@@ -235,6 +235,25 @@ def test_segment_gemm(variant, device, lengths, n, k, column_major, index):
     check(chosen, x.double(), weights.double(), torch.where(found == len(weights), -1, found))
 
 
+@pytest.mark.parametrize("column_major", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_segments_of_fp8(variant, device, dtype, column_major):
+    """Values as they are, without scales; a new tensor is bfloat16, and `out` says float16."""
+    lengths, n, k = [3, 0, 5], 24, 80
+    x, weights = (torch.randn(s, device=device).to(dtype) for s in ((sum(lengths), k), (len(lengths), n, k)))
+    given = weights if column_major else weights.mT.contiguous()
+    wrapper = flashinfer.SegmentGEMMWrapper(torch.empty(16, dtype=torch.int8, device=device))
+    seg_lens = torch.tensor(lengths, device=device)
+    made = wrapper.run(x, given, len(lengths), column_major, seg_lens=seg_lens)
+    assert made.dtype == BF16
+    out = poisoned(len(x), n, device, torch.float16)
+    wrapper.run(x, given, len(lengths), column_major, out, seg_lens)
+    for result in (made, out):
+        check(result, x.double(), weights.double(), members(lengths))
+    with pytest.raises(ValueError, match="^out: got torch.float32"):
+        wrapper.run(x, given, len(lengths), column_major, out.float(), seg_lens)
+
+
 def test_segments_from_the_host(variant, device):
     """Lengths and numbers of weights on the CPU are checked and moved; rows of no segment are 0 in a new tensor."""
     x = generate.randn(9, 64, dtype=torch.float16, device=device)
