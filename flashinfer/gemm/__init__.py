@@ -20,6 +20,14 @@ from .grouped import (
 )
 from .groupwise import fp8_blockscale_gemm_sm90, gemm_fp8_nt_blockscaled, gemm_fp8_nt_groupwise
 from .masked import grouped_gemm_nt_masked
+from .projections import (
+    fp4_linear,
+    fp4_linear_swiglu,
+    fp4_qkv_qknorm_rope,
+    fp8_linear,
+    fp8_linear_swiglu,
+    fp8_qkv_qknorm_rope,
+)
 from .ragged import (
     group_gemm_fp8_nt_groupwise_contiguous,
     masked_bmm,
@@ -49,7 +57,13 @@ __all__ = [
     "bmm_bf16",
     "bmm_fp8",
     "bmm_mxfp8",
+    "fp4_linear",
+    "fp4_linear_swiglu",
+    "fp4_qkv_qknorm_rope",
     "fp8_blockscale_gemm_sm90",
+    "fp8_linear",
+    "fp8_linear_swiglu",
+    "fp8_qkv_qknorm_rope",
     "gemm_alpha_beta",
     "gemm_fp8_nt_blockscaled",
     "gemm_fp8_nt_groupwise",
