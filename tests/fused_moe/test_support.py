@@ -82,6 +82,20 @@ def test_buckets_of_numbers_of_tokens(most):
     assert moe_utils.map_to_hybrid_bucket_uncapped(16385) == 32768
 
 
+def test_shared_buffers():
+    """One for each name, which grows; the memory of one that was outgrown stays as it was."""
+    from flashinfer.gemm import gemm_base
+
+    get, device = gemm_base._get_cache_buf, torch.device("cpu")
+    first = get("a test", 64, device, zero_init=True)
+    assert first.dtype == torch.uint8 and first.shape == (64,) and not first.any()
+    first += 3
+    assert get("a test", 16, device) is first and get("another", 64, device) is not first
+    grown = get("a test", 65, device)
+    assert len(grown) == 65 and get("a test", 1, device) is grown and (first == 3).all()
+    assert any(kept is first for kept in utils._outgrown)
+
+
 def test_low_latency_weights():
     w = torch.randint(0, 255, (64, 256), dtype=torch.uint8).view(torch.float8_e4m3fn)
     cache = {}
