@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer.compat.queries import answering
 from flashinfer.fused_moe.cute_dsl.fused_moe import CuteDslMoEWrapper, cute_dsl_fused_moe
 from flashinfer.tllm_enums import (
@@ -16,6 +17,7 @@ from flashinfer.tllm_enums import (
 __all__ = ["CuteDslMxfp8Mxfp4MoEWrapper", "cute_dsl_fused_moe_mxfp8_mxfp4"]
 
 
+@checked
 @answering()
 def cute_dsl_fused_moe_mxfp8_mxfp4(
     x: torch.Tensor,
