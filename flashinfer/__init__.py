@@ -129,8 +129,12 @@ _ROOT_NAMES = {
     "fp4_quantization": (),
     "fp8_quantization": (),
     "fused_moe": (
+        "CuteDslBf16MoEWrapper",
         "CuteDslMoEWrapper",
+        "CuteDslMxfp8Mxfp4MoEWrapper",
         "cute_dsl_fused_moe",
+        "cute_dsl_fused_moe_bf16",
+        "cute_dsl_fused_moe_mxfp8_mxfp4",
         "cute_dsl_fused_moe_nvfp4",
         "cutlass_fused_moe",
         "reorder_rows_for_gated_act_gemm",

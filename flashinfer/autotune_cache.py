@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from flashinfer._core.checks import require
-from flashinfer.autotuner.autotuner import AutoTuner, mode_of, tuning
+from flashinfer.autotuner.autotuner import AutoTuner, tuning
 from flashinfer.autotuner.measure import MeasurementPolicy
 from flashinfer.autotuner.store import Folder
 
@@ -24,7 +24,7 @@ def autotune_v2(
     *,
     tuning_buckets: Iterable[int] | None = None,
     round_up: bool | None = None,
-    skip_ops: Iterable[str] | None = None,
+    skip_ops: str | Iterable[str] | None = None,
 ) -> Iterator[None]:
     """As `flashinfer.autotune`, with choices kept in a folder: each is written as it is made, by a rename.
 
@@ -74,7 +74,7 @@ def autotune_v2(
     tuner.policy = policy
     _open = True
     try:
-        with tuning(mode_of(mode == "tune", tuning_buckets, round_up, skip_ops)):
+        with tuning(mode == "tune", tuning_buckets=tuning_buckets, round_up=round_up, skip_ops=skip_ops):
             yield
     finally:
         _open = False

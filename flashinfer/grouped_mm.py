@@ -47,9 +47,9 @@ def grouped_mm_bf16(
         [experts + 1] int32, on the device: from 0, not decreasing, up to M. Experts may have no rows, or any number.
         Rows past the last are not written. It is read by the kernel alone.
     out : torch.Tensor, optional
-        [M, N] in `out_dtype`, rows contiguous.
+        [M, N]; bfloat16, float16 or float32, rows contiguous.
     out_dtype : torch.dtype
-        bfloat16, float16 or float32.
+        bfloat16, float16 or float32. Not read where `out` is given.
     backend : str
         "cudnn" or "auto", or a variant's name.
     tactic : int
@@ -104,9 +104,9 @@ def grouped_mm_fp8(
     alpha : torch.Tensor, optional
         One element (float32, float16 or bfloat16) on either device: a factor of the result.
     out : torch.Tensor, optional
-        [M, N] in `out_dtype`, rows contiguous.
+        [M, N]; bfloat16, float16 or float32, rows contiguous.
     out_dtype : torch.dtype
-        bfloat16, float16 or float32.
+        bfloat16, float16 or float32. Not read where `out` is given.
     backend : str
         "cudnn" or "auto", or a variant's name.
     tactic : int
@@ -115,7 +115,7 @@ def grouped_mm_fp8(
     Returns
     -------
     torch.Tensor
-        [M, N] of out_dtype.
+        `out`, or a new tensor [M, N] of `out_dtype`.
 
     Raises
     ------
@@ -164,9 +164,9 @@ def grouped_mm_mxfp8(
         [experts + 1] int32, on the device: from 0, not decreasing, up to M. Experts may have no rows, or any number.
         Rows past the last are not written. It is read by the kernel alone.
     out : torch.Tensor, optional
-        [M, N] in `out_dtype`, rows contiguous.
+        [M, N]; bfloat16, float16 or float32, rows contiguous.
     out_dtype : torch.dtype
-        bfloat16, float16 or float32.
+        bfloat16, float16 or float32. Not read where `out` is given.
     backend : str
         "cudnn" or "auto", or a variant's name.
     tactic : int
@@ -175,7 +175,7 @@ def grouped_mm_mxfp8(
     Returns
     -------
     torch.Tensor
-        [M, N] of out_dtype.
+        `out`, or a new tensor [M, N] of `out_dtype`.
 
     Raises
     ------
@@ -235,9 +235,9 @@ def grouped_mm_fp4(
     alpha : torch.Tensor, optional
         One element (float32, float16 or bfloat16) on either device: a factor of the result.
     out : torch.Tensor, optional
-        [M, N] in `out_dtype`, rows contiguous.
+        [M, N]; bfloat16, float16 or float32, rows contiguous.
     out_dtype : torch.dtype
-        bfloat16, float16 or float32.
+        bfloat16, float16 or float32. Not read where `out` is given.
     block_size : int
         Elements to a factor: 16 or 32.
     backend : str
@@ -248,7 +248,7 @@ def grouped_mm_fp4(
     Returns
     -------
     torch.Tensor
-        [M, N] of out_dtype.
+        `out`, or a new tensor [M, N] of `out_dtype`.
 
     Raises
     ------
@@ -280,7 +280,7 @@ def grouped_mm_fp4(
 def _unscaled(a, b, m_indptr, alpha, out, out_dtype, backend) -> torch.Tensor:
     given.same("b", b.shape[2], "a", a.shape[1], "K")
     _check_indptr(m_indptr, b)
-    out = given.result(out, (a.shape[0], b.shape[1]), out_dtype, a)
+    out = given.result(out, (a.shape[0], b.shape[1]), out_dtype if out is None else None, a)
     grouped(
         a, b, None, None, alpha, out, m_indptr, None, "offsets", expected=-(-a.shape[0] // max(len(b), 1)),
         backend=given.variant_of(backend, ("cudnn",)),

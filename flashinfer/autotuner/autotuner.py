@@ -5,31 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
 from flashinfer._core.checks import require
 from flashinfer._core.env import logger
 from flashinfer.autotuner import measure, store
+from flashinfer.autotuner.candidates import is_in_profile_measurement, measuring, results_of, why_unprepared
 from flashinfer.autotuner.kept import Kept
-from flashinfer.autotuner.profiles import Buckets, TuningConfig, inputs_for, profile_of, profiles_to_tune, shapes_of
+from flashinfer.autotuner.modes import Mode, Modes, timing_of
+from flashinfer.autotuner.profiles import (
+    OptimizationProfile,
+    TuningConfig,
+    as_profile,
+    inputs_for,
+    profile_of,
+    profiles_to_tune,
+    shapes_of,
+)
 from flashinfer.autotuner.ranks import agreed, get_autotune_process_group, set_autotune_process_group
+from flashinfer.autotuner.statistics import AutoTunerStatistics
 
-__all__ = ["AutoTuner", "autotune", "get_autotune_process_group", "set_autotune_process_group"]
+__all__ = [
+    "AutoTuner",
+    "autotune",
+    "get_autotune_process_group",
+    "is_in_profile_measurement",
+    "set_autotune_process_group",
+]
 
 # Engines compare the environments of kept choices by these names (docs/engines.md).
 _collect_metadata, _classify_metadata_mismatches = store.environment, store.mismatches
-
-
-@dataclass(frozen=True)
-class Mode:
-    """What `autotune()` asked for: whether to measure, in which buckets, which operations not, by how many replays."""
-
-    tune: bool = False
-    buckets: Buckets = field(default_factory=Buckets)
-    skipped: frozenset[str] = frozenset()
-    replays: int | None = None
 
 
 class AutoTuner(Kept):
@@ -42,6 +48,13 @@ class AutoTuner(Kept):
     stream_delay_micro_secs : int
         How long a stream waits before them, so that the host is ahead.
 
+    Attributes
+    ----------
+    is_tuning_mode : bool
+        Whether a context of `autotune()`, of any thread, measures.
+    stats : AutoTunerStatistics
+        What was tuned, and what failed.
+
     Examples
     --------
     >>> from flashinfer.autotuner import AutoTuner
@@ -50,12 +63,13 @@ class AutoTuner(Kept):
     """
 
     _instance: AutoTuner | None = None
+    is_tuning_mode = False
 
     def __init__(self, warmup: int = 3, repeat: int = 10, stream_delay_micro_secs: int = 5000):
         require(warmup >= 0, "warmup", warmup, "0 or more")
         require(repeat >= 1, "repeat", repeat, "1 or more")
         self.warmup, self.repeat, self.stream_delay_micro_secs = warmup, repeat, stream_delay_micro_secs
-        self.mode = Mode()
+        self._modes, self._tuning = Modes(), 0
         self.policy = measure.MeasurementPolicy()
         self.clear_cache()
         self.reset_statistics()
@@ -74,9 +88,15 @@ class AutoTuner(Kept):
             return cls._instance
 
     @property
-    def is_tuning_mode(self) -> bool:
-        """Whether `autotune()` is on and measures."""
-        return self.mode.tune
+    def mode(self) -> Mode:
+        """What the contexts of this thread say."""
+        return self._modes.stack[-1]
+
+    def _count_tuning(self, change: int) -> None:
+        """Contexts that ask for measuring, one more or one less."""
+        with self._lock:
+            self._tuning += change
+            self.is_tuning_mode = self._tuning > 0
 
     def get_effective_map_to_tuning_buckets(self, tuning_config: TuningConfig, spec_idx: int = 0) -> Callable:
         """The mapping of sizes to buckets that now holds for one of the config's dynamic dimensions.
@@ -108,7 +128,7 @@ class AutoTuner(Kept):
         inputs: Sequence | None = None,
         *,
         require_profiling_policy: bool = False,
-    ) -> tuple[bool, int, object, tuple]:
+    ) -> tuple[bool, int, object, OptimizationProfile | None]:
         """Look a choice up.
 
         Parameters
@@ -129,8 +149,8 @@ class AutoTuner(Kept):
             Its index; 0 if there is no choice.
         tactic
             -1 if there is none.
-        profile : tuple
-            The shapes that a choice is kept under.
+        profile : OptimizationProfile or None
+            The shapes that the choice is kept under.
 
         Raises
         ------
@@ -138,9 +158,11 @@ class AutoTuner(Kept):
             input_idx and dim_idx of a spec differ in length.
         """
         with self._lock:
-            profile = profile_of(input_shapes, tuning_config, self.mode.buckets)
-            found = self._find(custom_op, runners, profile, inputs, measured_only=require_profiling_policy)
-            return (True, *found, profile) if found else (False, 0, -1, profile)
+            shapes = profile_of(input_shapes, tuning_config, self.mode.buckets)
+            found = self._find(custom_op, runners, shapes, inputs, tuning_config, require_profiling_policy)
+            if found is None:
+                return False, 0, -1, None
+            return True, *found, as_profile(shapes, tuning_config, self.mode.buckets)
 
     def choose_one(
         self, custom_op: str, runners: Sequence, tuning_config: TuningConfig, inputs: Sequence, **kwargs
@@ -184,15 +206,19 @@ class AutoTuner(Kept):
                 return fallback
             shapes = shapes_of(inputs)
             profile = profile_of(shapes, tuning_config, self.mode.buckets)
-            found = self._find(custom_op, runners, profile, inputs)
-            if found is None and self.mode.tune and not _capturing():
-                for each in profiles_to_tune(shapes, tuning_config, self.mode.buckets):
+            found = self._find(custom_op, runners, profile, inputs, tuning_config)
+            if found is None and self.is_tuning_mode and not _capturing():
+                each_profile = list(profiles_to_tune(shapes, tuning_config, self.mode.buckets))
+                self.stats.tuned_op_total_configs[custom_op] = len(each_profile)
+                for each in each_profile:
                     made = inputs_for(each, inputs, tuning_config)
-                    if self._find(custom_op, runners, each, made) is None:
-                        self._tune(custom_op, runners, each, made, kwargs)
-                found = self._find(custom_op, runners, profile, inputs)
+                    if self._find(custom_op, runners, each, made, tuning_config) is None:
+                        self._tune(custom_op, runners, each, made, tuning_config, kwargs)
+                found = self._find(custom_op, runners, profile, inputs, tuning_config)
             self.hits += found is not None
             self.misses += found is None
+            if found is None:
+                self.stats._missed(custom_op, profile)
             return fallback if found is None else (runners[found[0]], found[1])
 
     def rank_tactics(
@@ -221,14 +247,14 @@ class AutoTuner(Kept):
         """
         require(k >= 1, "k", k, "1 or more")
         require(len(runners) == 1, "runners", f"{len(runners)} of them", "one")
-        if k == 1 or not self.mode.tune or custom_op in self.mode.skipped or _capturing():
+        if k == 1 or not self.is_tuning_mode or custom_op in self.mode.skipped or _capturing():
             return [self.choose_one(custom_op, runners, tuning_config, inputs, **kwargs)[1]]
         with self._lock:
             profile = profile_of(shapes_of(inputs), tuning_config, self.mode.buckets)
             made = inputs_for(profile, inputs, tuning_config)
             key = self._key(custom_op, runners, profile, made)
             if key not in self._ranked:
-                self._tune(custom_op, runners, profile, made, kwargs)
+                self._tune(custom_op, runners, profile, made, tuning_config, kwargs)
             return self._ranked[key][:k]
 
     def profile_tactic(
@@ -250,9 +276,9 @@ class AutoTuner(Kept):
         tactic
             One of the runner's.
         tuning_config : TuningConfig
-            Not used: the inputs are made already.
+            How it is timed.
         input_batches : sequence of sequence
-            Inputs of successive calls, so that none finds its own in L2; `inputs` alone if there are none.
+            Inputs of successive calls, as `prepare_tactic_profile` gives them; `inputs` alone if there are none.
         **kwargs
             Given to the runner.
 
@@ -266,17 +292,24 @@ class AutoTuner(Kept):
         Exception
             Whatever the runner raises.
         """
-        batches = [list(batch) for batch in input_batches] or [list(inputs)]
+        with self._lock:
+            return self._profile_single_kernel(runner, inputs, tactic, tuning_config, input_batches, **kwargs)
+
+    def _profile_single_kernel(
+        self, runner, inputs, tactic, tuning_config, input_tensor_batches=None, **kwargs
+    ) -> float:
+        batches = [list(batch) for batch in input_tensor_batches or ()] or [list(inputs)]
 
         def call() -> None:
             for batch in batches:
                 runner(batch, tactic=tactic, **kwargs)
 
-        with self._lock:
-            return measure.milliseconds(call, self._timing(), _device_of(inputs)) / len(batches)
+        timing = timing_of(tuning_config, self.policy, self.mode.replays, self)
+        with measuring():
+            return measure.milliseconds(call, timing, _device_of(inputs)) / len(batches)
 
     def prepare_tactic_profile(self, inputs: Sequence, tuning_config: TuningConfig) -> tuple[TuningConfig, list]:
-        """Make the inputs of every profile that a config tunes for.
+        """Make the inputs that `profile_tactic` is given for one tactic after the other.
 
         Parameters
         ----------
@@ -287,28 +320,23 @@ class AutoTuner(Kept):
         Returns
         -------
         tuning_config : TuningConfig
-            The one given.
-        profiles : list of list
-            Inputs: first of the profile of `inputs`, then of every other. An input of the right shape is not copied.
-
-        Raises
-        ------
-        ValueError
-            input_idx and dim_idx of a spec differ in length.
+            With the buckets that now hold.
+        input_batches : list of list
+            Inputs of successive calls: those given, once. Where L2 has to be cold it is flushed before each call.
         """
-        profiles = profiles_to_tune(shapes_of(inputs), tuning_config, self.mode.buckets)
-        return tuning_config, [inputs_for(profile, inputs, tuning_config) for profile in profiles]
+        return self.mode.buckets.applied(tuning_config), [list(inputs)]
 
     def reset_statistics(self) -> None:
-        """Count from 0 again: `hits` and `misses` of choose_one, `failures` of candidates."""
+        """Count from 0 again: `hits` and `misses` of choose_one, `failures` of candidates, and `stats`."""
         self.hits = self.misses = self.failures = 0
+        self.stats = AutoTunerStatistics()
 
     def _key(self, custom_op, runners, profile, inputs) -> str:
         extras = [(type(r).__name__, *(() if inputs is None else _extras(r, inputs))) for r in runners]
         dtypes = None if inputs is None else tuple(str(x.dtype) for x in inputs if isinstance(x, torch.Tensor))
         return str((custom_op, tuple(extras), profile, dtypes))
 
-    def _find(self, custom_op, runners, profile, inputs, measured_only=False):
+    def _find(self, custom_op, runners, profile, inputs, config, measured_only=False):
         """(index of the runner, tactic), or None."""
         key = self._key(custom_op, runners, profile, inputs)
         found = self.profiling_cache.get(key)
@@ -321,35 +349,46 @@ class AutoTuner(Kept):
             if type(runner).__name__ == found[0]:
                 check = getattr(runner, "validate_tactic", None)
                 valid = check is None or inputs is None or found[1] == -1 or check(inputs, found[1])
-                valid = valid and (measured or self._offers(key, runner, profile, inputs, found[1]))
+                valid = valid and (measured or self._offers(key, runner, profile, inputs, found[1], config))
                 return (index, found[1]) if valid else None
         return None
 
-    def _offers(self, key: str, runner, profile, inputs, tactic) -> bool:
+    def _offers(self, key: str, runner, profile, inputs, tactic, config) -> bool:
         """Whether a runner has the tactic that a file names: files are not believed in that."""
         if tactic == -1:
             return True
         if key not in self._offered and inputs is not None:
-            tactics = [store.as_tactic(each) for each in runner.get_valid_tactics(list(inputs), profile)]
+            full = as_profile(profile, config, self.mode.buckets)
+            tactics = [store.as_tactic(each) for each in runner.get_valid_tactics(list(inputs), full)]
             self._offered[key] = tactic in tactics
             if tactic not in tactics:
                 name = type(runner).__name__
                 logger.warning("a kept choice is not used: %s has no tactic %r for %s", name, tactic, profile)
         return self._offered.get(key, False)
 
-    def _tune(self, custom_op, runners, profile, inputs, kwargs) -> None:
-        device = _device_of(inputs)
-        candidates = [(0, -1)]
+    def _tune(self, custom_op, runners, profile, inputs, config, kwargs) -> None:
+        key = self._key(custom_op, runners, profile, inputs)
+        if config.inputs_pre_hook is not None:
+            inputs = list(config.inputs_pre_hook(list(inputs)))
+        full = as_profile(profile, config, self.mode.buckets)
+        candidates, times = [(0, -1)], []
+        unprepared = {}
         for index, runner in enumerate(runners):
-            tactics = runner.get_valid_tactics(list(inputs), profile)
-            candidates += [(index, t) for t in map(store.as_tactic, tactics) if (index, t) != (0, -1)]
-        expected = measure.copied(runners[0](list(inputs), tactic=-1, **kwargs))
-        times = [self._time(custom_op, runners[i], t, inputs, kwargs, expected, device) for i, t in candidates]
-        times = agreed(list(map(float, times)))
+            tactics = list(map(store.as_tactic, runner.get_valid_tactics(list(inputs), full)))
+            candidates += [(index, t) for t in tactics if (index, t) != (0, -1)]
+            unprepared[index] = why_unprepared(runner, inputs, tactics, full, kwargs)
+        expected = results_of(runners[0], -1, inputs, kwargs)
+        for index, tactic in candidates:
+            took = self._time(runners[index], tactic, inputs, config, kwargs, expected, unprepared[index])
+            if isinstance(took, str):
+                self._left_out(custom_op, runners[index], tactic, key, took)
+            times.append(math.inf if isinstance(took, str) else float(took))
+        times = agreed(times)
         best = min(range(len(times)), key=times.__getitem__)
         index, tactic = candidates[best]
-        name, key = type(runners[index]).__name__, self._key(custom_op, runners, profile, inputs)
+        name = type(runners[index]).__name__
         self.profiling_cache[key] = (name, tactic)
+        self.stats._succeeded(custom_op)
         order = sorted((i for i in range(len(times)) if times[i] < math.inf), key=times.__getitem__)
         self._ranked[key] = [candidates[i][1] for i in order] or [-1]
         self._dirty = True
@@ -358,29 +397,20 @@ class AutoTuner(Kept):
         took = times[best]
         logger.info("tuned %s %s: %s, tactic %s, %.4g ms, of %d", custom_op, profile, name, tactic, took, len(times))
 
-    def _time(self, custom_op, runner, tactic, inputs, kwargs, expected, device) -> float:
+    def _time(self, runner, tactic, inputs, config, kwargs, expected, why) -> float | str:
+        """Milliseconds of a candidate, or why it is none: `why`, if that is known."""
         inputs = list(inputs)
         try:
-            runner(inputs, tactic=tactic, do_preparation=True, **kwargs)
-            why = measure.why_different(measure.copied(runner(inputs, tactic=tactic, **kwargs)), expected)
-            if not why:
-                return measure.milliseconds(lambda: runner(inputs, tactic=tactic, **kwargs), self._timing(), device)
-        except Exception as error:  # a candidate that cannot run is no candidate; the fallback ran before
-            why = f"{type(error).__name__}: {error}"
-        self.failures += 1
-        logger.warning("%s: tactic %s of %s is left out: %s", custom_op, tactic, type(runner).__name__, why)
-        return math.inf
+            if not why and expected is not None:
+                why = measure.why_different(measure.copied(runner(inputs, tactic=tactic, **kwargs)), expected)
+            return why or self._profile_single_kernel(runner, inputs, tactic, config, **kwargs)
+        except Exception as error:  # a candidate that cannot run is no candidate
+            return f"{type(error).__name__}: {error}"
 
-    def _timing(self) -> measure.Timing:
-        replays, mode = self.mode.replays, self.policy.execution_mode
-        return measure.Timing(
-            self.warmup,
-            self.repeat,
-            self.stream_delay_micro_secs,
-            replays=replays if replays is not None else self.repeat if mode == "cuda_graph" else None,
-            eager=mode == "eager",
-            cold=bool(self.policy.cold_l2),
-        )
+    def _left_out(self, custom_op, runner, tactic, key, why) -> None:
+        self.failures += 1
+        self.stats._failed(custom_op, type(runner).__name__, tactic, key)
+        logger.warning("%s: tactic %s of %s is left out: %s", custom_op, tactic, type(runner).__name__, why)
 
 
 def _extras(runner, inputs) -> tuple:
@@ -396,22 +426,20 @@ def _capturing() -> bool:
 
 
 @contextmanager
-def tuning(mode: Mode) -> Iterator[AutoTuner]:
-    """The process's tuner in a mode, and in the one before afterwards."""
+def tuning(tune: bool, **changes) -> Iterator[AutoTuner]:
+    """The process's tuner in a mode: that of this thread with `changes`, the arguments of `Mode.inside`.
+
+    It measures as long as one context of any thread asks for that.
+    """
     tuner = AutoTuner.get()
-    before, tuner.mode = tuner.mode, mode
+    stack = tuner._modes.stack
+    stack.append(tuner.mode.inside(**changes))
     try:
+        tuner._count_tuning(int(tune))
         yield tuner
     finally:
-        tuner.mode = before
-
-
-def mode_of(tune, tuning_buckets, round_up, skip_ops, replays=None) -> Mode:
-    """The mode that the arguments of `autotune` stand for."""
-    sizes = None if tuning_buckets is None else tuple(sorted(map(int, tuning_buckets)))
-    require(sizes is None or (len(sizes) > 0 and sizes[0] > 0), "tuning_buckets", sizes, "one or more sizes above 0")
-    require(replays is None or replays >= 1, "cuda_graph_profile_replays", replays, "1 or more")
-    return Mode(bool(tune), Buckets(sizes, round_up), frozenset(skip_ops or ()), replays)
+        tuner._count_tuning(-int(tune))
+        stack.pop()
 
 
 @contextmanager
@@ -420,13 +448,14 @@ def autotune(
     cache: str | None = None,
     tuning_buckets: Iterable[int] | None = None,
     round_up: bool | None = None,
-    skip_ops: Iterable[str] | None = None,
+    skip_ops: str | Iterable[str] | None = None,
     cuda_graph_profile_replays: int | None = None,
 ) -> Iterator[None]:
     """Inside, operations that choose by `AutoTuner.choose_one` measure what has no choice yet.
 
     The functions of this library take their tiles from numbers beside their kernels and measure nothing: what is tuned
-    is what callers bring to the tuner.
+    is what callers bring to the tuner. A context in another one has from that what it does not say itself, skips what
+    that skips, too, and measures if that one does.
 
     Parameters
     ----------
@@ -437,10 +466,10 @@ def autotune(
     tuning_buckets : iterable of int, optional
         Sizes to tune for, in place of each operation's own.
     round_up : bool, optional
-        Whether the next larger size stands for one in between; False, the next smaller, which is the default for
-        `tuning_buckets`. None leaves each operation's own mapping where there are none.
-    skip_ops : iterable of str, optional
-        Operations that are given their fallback.
+        Whether the next larger of the buckets stands for a size in between. Else the next smaller does, of
+        `tuning_buckets`, or what each operation says of its own.
+    skip_ops : str or iterable of str, optional
+        Names of operations that are given their fallback.
     cuda_graph_profile_replays : int, optional
         Time so many replays of a CUDA graph of each candidate.
 
@@ -460,8 +489,8 @@ def autotune(
     >>> with flashinfer.autotune(True):
     ...     pass  # calls in here measure the variants that may run them
     """
-    mode = mode_of(tune_mode, tuning_buckets, round_up, skip_ops, cuda_graph_profile_replays)
-    with tuning(mode) as tuner:
+    changes = dict(tuning_buckets=tuning_buckets, round_up=round_up, skip_ops=skip_ops)
+    with tuning(bool(tune_mode), **changes, replays=cuda_graph_profile_replays) as tuner:
         if cache is not None:
             tuner.load_configs(cache)
         try:

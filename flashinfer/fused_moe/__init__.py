@@ -9,7 +9,15 @@ from flashinfer.fused_moe.bgmv_moe import (
     fill_w_ptr,
     prepare_bgmv_moe,
 )
-from flashinfer.fused_moe.cute_dsl import CuteDslMoEWrapper, cute_dsl_fused_moe, cute_dsl_fused_moe_nvfp4
+from flashinfer.fused_moe.cute_dsl import (
+    CuteDslBf16MoEWrapper,
+    CuteDslMoEWrapper,
+    CuteDslMxfp8Mxfp4MoEWrapper,
+    cute_dsl_fused_moe,
+    cute_dsl_fused_moe_bf16,
+    cute_dsl_fused_moe_mxfp8_mxfp4,
+    cute_dsl_fused_moe_nvfp4,
+)
 from flashinfer.fused_moe.cutlass import cutlass_fused_moe
 from flashinfer.fused_moe.hash_topk import hash_topk
 from flashinfer.fused_moe.layouts import (
@@ -48,7 +56,9 @@ from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMe
 
 __all__ = [
     "ActivationType",
+    "CuteDslBf16MoEWrapper",
     "CuteDslMoEWrapper",
+    "CuteDslMxfp8Mxfp4MoEWrapper",
     "Fp8QuantizationType",
     "NVFP44Over6Config",
     "NVFP44Over6ErrMode",
@@ -64,6 +74,8 @@ __all__ = [
     "bgmv_moe_shrink",
     "convert_to_block_layout",
     "cute_dsl_fused_moe",
+    "cute_dsl_fused_moe_bf16",
+    "cute_dsl_fused_moe_mxfp8_mxfp4",
     "cute_dsl_fused_moe_nvfp4",
     "cutlass_fused_moe",
     "cutlass_fused_moe_workspace_size",

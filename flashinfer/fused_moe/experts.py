@@ -122,6 +122,10 @@ class Between(NamedTuple):
 class Routed(NamedTuple):
     """ids [tokens, top_k], weights or None of packed ids; this rank's experts. on_input : weights scale the input.
 
+    delta : [tokens, top_k, n1], added to the first product of each pair: adapters'.
+
+    by_logits : weights are this call's, which unfinalized results have as bfloat16.
+
     ids_name, weights_name : the arguments.
     """
 
@@ -130,6 +134,8 @@ class Routed(NamedTuple):
     offset: int
     experts: int
     on_input: bool = False
+    delta: torch.Tensor | None = None
+    by_logits: bool = False
     ids_name: str = "topk_ids"
     weights_name: str = "topk_weights"
 
@@ -166,15 +172,27 @@ def run(
 ) -> list[torch.Tensor]:  # fmt: skip
     """[out], or without finalize [rows, weights, row of each pair]. `out` gives dtype and shape either way.
 
+    With a delta also what the activation gave in these rows, in the end, and the row of each pair in both cases.
+
     tile : rows of a tile; 0 leaves it to `tile_of`.
     """
     _check(tokens, routed, first, activation, between, second, out)
     layer = Layer(tokens, routed, first, activation, between, second, dtype_name(out.dtype), tile)
-    if do_finalize:
+    if do_finalize and routed.delta is None:
         _experts(layer, out)
         return [out]
-    rows, weights, pair_row = _unfinalized(layer)
-    return [rows, weights if routed.weights is None else routed.weights, pair_row]
+    if do_finalize:
+        return [out, *_with_delta(layer, out)]
+    rows, pair_row, *activated = _unfinalized(layer)
+    return [rows, _weights_of(routed), pair_row, *activated]
+
+
+def _weights_of(routed: Routed) -> torch.Tensor:
+    """Weights beside an unfinalized result: those given, or else as bfloat16."""
+    if routed.weights is not None:
+        return routed.weights.to(torch.bfloat16) if routed.by_logits else routed.weights
+    # The lower half of each id, which is the first of its two in memory.
+    return routed.ids.contiguous().view(torch.int16)[:, ::2].contiguous().view(torch.bfloat16)
 
 
 def tile_of(pairs: int, experts: int, encoding: str) -> int:
@@ -190,25 +208,46 @@ def tile_of(pairs: int, experts: int, encoding: str) -> int:
 
 @custom_op("flashinfer::moe_experts", mutates_args=("out",))
 def _experts(layer: Layer, out: torch.Tensor) -> None:
-    rows, weights, token_map = _rows(layer)
+    _finalize(layer, *_rows(layer)[:3], out)
+
+
+def _finalize(layer: Layer, rows, weights, token_map, out) -> None:
     weights = None if layer.routed.on_input else weights
     routing.finalize(rows[:, : out.shape[1]], token_map.pair_row, weights, out)
+
+
+def _like_activated(layer: Layer):
+    ids, first = layer.routed.ids, layer.first
+    rows = _like_unfinalized(layer)[0].shape[0]
+    n, _ = room.extents(first.codes, first.encoding, first.block)
+    columns = n // 2 if layer.activation.act in room.GATED else n
+    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(rows, columns, dtype=torch_dtype(layer.dtype))
+
+
+@custom_op(
+    "flashinfer::moe_experts_with_delta", mutates_args=("out",), fake=lambda layer, out: _like_activated(layer)
+)
+def _with_delta(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row of each pair, and what the activation gave."""
+    rows, weights, token_map, activated = _rows(layer)
+    _finalize(layer, rows, weights, token_map, out)
+    return token_map.pair_row.view(-1), activated
 
 
 def _like_unfinalized(layer: Layer):
     ids, experts = layer.routed.ids, layer.routed.experts
     tile = _tile(layer)
     rows = most_tiles(ids.numel(), experts, tile) * tile
-    weights = ids.new_empty(ids.shape if layer.routed.weights is None else 0, dtype=torch.float32)
     result = ids.new_empty(rows, _columns(layer.second), dtype=torch_dtype(layer.dtype))
-    return result, weights, ids.new_empty(ids.shape, dtype=torch.int32)
+    activated = [] if layer.routed.delta is None else _like_activated(layer)[1:]
+    return [result, ids.new_empty(ids.numel(), dtype=torch.int32), *activated]
 
 
 @custom_op("flashinfer::moe_experts_unfinalized", fake=_like_unfinalized)
-def _unfinalized(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, weights, token_map = _rows(layer)
-    # Weights that were given are an input, which may not be a result.
-    return rows, weights if layer.routed.weights is None else rows.new_empty(0), token_map.pair_row
+def _unfinalized(layer: Layer) -> list[torch.Tensor]:
+    """Rows, the row of each pair, and with a delta what the activation gave."""
+    rows, _, token_map, activated = _rows(layer)
+    return [rows, token_map.pair_row.view(-1), *([] if layer.routed.delta is None else [activated])]
 
 
 def _tile(layer: Layer) -> int:
@@ -220,8 +259,8 @@ def _columns(second: Weight) -> int:
     return second.codes.shape[2 if second.block else 1]
 
 
-def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
-    """Rows of the second product, weights of the pairs, and the map of the rows."""
+def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap, torch.Tensor]:
+    """Rows of the second product, weights of the pairs, the map of the rows, and what the activation gave in them."""
     tokens, routed, first, activation, between, second, dtype, _ = layer
     x, row_scale, device = tokens.codes, tokens.row_scale, tokens.codes.device
     pairs, tile = routed.ids.numel(), _tile(layer)
@@ -242,6 +281,7 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
         scale_out="" if between.scale_out is None else "ratio" if between.ratio else "tensor",
         shape="".join(name for name, t in limits if t is not None) or activation.by_number,
         weighted="pair" if routed.on_input else "row" if row_scale is not None else "",
+        delta="" if routed.delta is None else dtype_name(routed.delta.dtype),
     )  # fmt: skip
     weights1 = room.Weights(first.codes, first.scale, first.bias, first.channels)
     weights2 = room.Weights(second.codes, second.scale, second.bias, second.channels)
@@ -254,9 +294,11 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     finish = room.Finish(
         scale=between.scale, scale_out=between.scale_out, alpha=activation.alpha, beta=activation.beta,
         limit=activation.limit, weight=factor, numbers=(numbers.alpha, numbers.beta, numbers.limit),
+        delta=routed.delta,
     )  # fmt: skip
     given = room.Rows(x, tokens.scale, 1 if tokens.of_pairs else routed.ids.shape[1])
     room.product(problem1, device).run(given, weights1, finish, token_map, middle)
+    activated = middle if routed.delta is None else _unscaled(middle, between, token_map, tile)
     own = between.encoding == "fp8_rows" or row_scale is not None and between.encoding == "nvfp4"
     row_scale = torch.empty(rows, dtype=torch.float32, device=device) if own else None
     middle, factors = _quantized(middle, between, token_map, tile, row_scale)
@@ -271,7 +313,19 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     problem2 = _fitted(problem2, middle, weights2, pairs)
     finish = room.Finish(scale=between.second, weight=row_scale)
     room.product(problem2, device).run(room.Rows(middle, factors), weights2, finish, token_map, out)
-    return out, weights, token_map
+    return out, weights, token_map, activated
+
+
+def _unscaled(middle, between: Between, token_map: TokenMap, tile: int) -> torch.Tensor:
+    """What the activation gave, without the factor that its result has for the format between the products."""
+    if between.scale_out is None:
+        return middle
+    factor = between.scale_out
+    if between.ratio and between.scale is not None:
+        factor = factor / between.scale
+    row = torch.arange(len(middle), device=middle.device)
+    expert = token_map.tile_expert[row // tile].clamp(min=0) if len(factor) > 1 else row.new_zeros(len(middle))
+    return (middle.float() / factor[expert][:, None]).to(middle.dtype)
 
 
 def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room.Problem:
@@ -398,6 +452,7 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
         require(routed.weights.shape == ids.shape, weights_name, tuple(routed.weights.shape), f"{tuple(ids.shape)}")
     same_device(
         **{rows: x, f"{rows}_scale": tokens.scale, ids_name: ids, weights_name: routed.weights, "output": out},
+        gemm1_lora_delta=routed.delta,
         **{weight.name: weight.codes for weight in (first, second)},
         **{f"{weight.name}_scale": weight.scale for weight in (first, second)},
         **{f"{weight.name}_bias": weight.bias for weight in (first, second)},
@@ -421,6 +476,9 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
             require(weight.bias.shape == expected, f"{weight.name}_bias", tuple(weight.bias.shape), str(expected))
             require(weight.bias.is_contiguous(), f"{weight.name}_bias", "strides", "contiguous")
     (n1, k1), (n2, k2) = shapes
+    if routed.delta is not None:
+        expected = (*ids.shape, n1)
+        require(routed.delta.shape == expected, "gemm1_lora_delta", tuple(routed.delta.shape), str(expected))
     hidden = x.shape[1] * (2 if tokens.encoding in room.PACKED else 1)
     middle = n1 // 2 if activation.act in room.GATED else n1
     require(activation.act not in room.GATED or n1 % 2 == 0, first.name, (n1, k1), "an even number of rows")

@@ -18,26 +18,25 @@ __all__ = ["finalize", "fused_topk_deepseek", "route", "token_map"]
 MOST_EXPERTS, MOST_CHOICES = 1024, 32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# method -> what is ranked and what a weight is, as the room's Route says; and the weight with norm_topk_prob=False
+# method -> what is ranked and what a weight is, as the room's Route says
 _M = RoutingMethodType
 _METHODS = {
-    _M.Default: ("logit", "softmax", "softmax"),
-    _M.Renormalize: ("logit", "softmax_kept", None),
-    _M.DeepSeekV3: ("sigmoid", "sigmoid_sum", "sigmoid"),
-    _M.Llama4: ("logit", "sigmoid", "sigmoid"),
-    _M.RenormalizeNaive: ("logit", "softmax_kept", "softmax"),
-    _M.TopK: ("logit", "logit", "logit"),
-    _M.SigmoidRenorm: ("sigmoid", "sigmoid_sum", "sigmoid"),
-    _M.MiniMax2: ("sigmoid", "sigmoid_sum", "sigmoid"),
-    _M.Sigmoid: ("sigmoid", "sigmoid", "sigmoid"),
-    _M.TopKSigmoid: ("logit", "sigmoid", "sigmoid"),
+    _M.Default: ("logit", "softmax"),
+    _M.Renormalize: ("logit", "softmax_kept"),
+    _M.DeepSeekV3: ("sigmoid", "sigmoid_sum"),
+    _M.Llama4: ("logit", "sigmoid"),
+    _M.RenormalizeNaive: ("logit", "softmax_kept"),
+    _M.TopK: ("logit", "logit"),
+    _M.SigmoidRenorm: ("sigmoid", "sigmoid_sum"),
+    _M.MiniMax2: ("sigmoid", "sigmoid_sum"),
+    _M.Sigmoid: ("sigmoid", "sigmoid"),
+    _M.TopKSigmoid: ("logit", "sigmoid"),
 }
+# Those that have a bias and a factor of the weights. Callers hand both to every method, and others do not read them.
 _BIASED = (_M.DeepSeekV3, _M.MiniMax2)
-# Callers give it one, which upstream does not read.
-_WITH_AN_UNREAD_BIAS = (_M.Llama4,)
 
 
-@answering()
+@answering("default", "cake")
 @checked
 @named(weights="topk_values", ids="topk_indices", replay="routing_replay_out")
 def fused_topk_deepseek(
@@ -121,7 +120,7 @@ def fused_topk_deepseek(
     _check_bias("bias", bias, scores)
     groups, kept = _check_groups(n_group, topk_group, scores.shape[1])
     _check_top_k("topk", topk, scores.shape[1] // groups * kept)
-    replay = _check_replay(routing_replay_out, shape)
+    replay = check_replay(routing_replay_out, shape)
     same_device(scores=scores, bias=bias, topk_values=topk_values, topk_indices=topk_indices, routing_replay_out=replay)
     numbers = [groups, kept, topk, 0]
     scale = float(routed_scaling_factor)
@@ -169,8 +168,8 @@ def route(
     routing_logits : torch.Tensor
         [tokens, experts]; float32, bfloat16 or float16, any strides. Up to 1024 experts.
     routing_bias : torch.Tensor, optional
-        [experts]; float32, bfloat16 or float16. For DeepSeekV3 and MiniMax2; Llama4 takes one and, as upstream, ranks
-        without it. The other methods refuse it.
+        [experts]; float32, bfloat16 or float16. Of DeepSeekV3 and MiniMax2. As upstream, the other methods do not read
+        it.
     routing_method : RoutingMethodType or int
         Any but Unspecified.
     top_k : int
@@ -179,9 +178,9 @@ def route(
         For DeepSeekV3: groups of consecutive experts, a divisor of experts, and how many of them are chosen from, by
         the sum of their two best. None, 0 and 1 are no groups.
     routed_scaling_factor : float, optional
-        A factor of all weights; None is 1.
+        A factor of all weights of DeepSeekV3 and MiniMax2; None is 1. As upstream, the other methods do not read it.
     norm_topk_prob : bool
-        False: no division by the sum of the chosen. Renormalize has none to leave out, and refuses it.
+        False: SigmoidRenorm does not divide by the sum of the chosen. As upstream, the other methods do not read it.
     num_fused_shared_experts : int
         Experts that every token has beside the chosen, with weight 1: `experts`, `experts` + 1 and so on. For
         DeepSeekV3 only.
@@ -203,15 +202,11 @@ def route(
     _check_logits("routing_logits", routing_logits)
     require(routing_method in _METHODS, "routing_method_type", routing_method, f"{', '.join(m.name for m in _METHODS)}")
     method = RoutingMethodType(routing_method)
-    rank, weight, unnormed = _METHODS[method]
+    rank, weight = _METHODS[method]
     experts, shared = routing_logits.shape[1], num_fused_shared_experts
-    if not norm_topk_prob:
-        if unnormed is None:
-            raise ValueError(f"norm_topk_prob: got {norm_topk_prob}; allowed: True with {method.name}")
-        weight = unnormed
+    if method == _M.SigmoidRenorm and not norm_topk_prob:
+        weight = "sigmoid"
     if routing_bias is not None:
-        allowed = (*_BIASED, *_WITH_AN_UNREAD_BIAS)
-        require(method in allowed, "routing_bias", "a tensor", f"None with {method.name}")
         _check_bias("routing_bias", routing_bias, routing_logits)
         routing_bias = routing_bias if method in _BIASED else None
     grouped = method == _M.DeepSeekV3
@@ -221,11 +216,11 @@ def route(
     _check_top_k("top_k", top_k, 1 if method == _M.Llama4 else experts // groups * kept)
     require(top_k + shared <= MOST_CHOICES, "num_fused_shared_experts", shared, f"{MOST_CHOICES} with the chosen")
     tokens, device = len(routing_logits), routing_logits.device
-    replay = _check_replay(routing_replay_out, (tokens, top_k))
+    replay = check_replay(routing_replay_out, (tokens, top_k))
     same_device(routing_logits=routing_logits, routing_bias=routing_bias, routing_replay_out=replay)
     ids = torch.empty(tokens, top_k + shared, dtype=torch.int32, device=device)
     weights = torch.empty(tokens, top_k + shared, dtype=torch.float32, device=device)
-    scale = 1.0 if routed_scaling_factor is None else float(routed_scaling_factor)
+    scale = 1.0 if routed_scaling_factor is None or method not in _BIASED else float(routed_scaling_factor)
     numbers = [groups, kept, top_k, shared]
     _route(routing_logits, routing_bias, ids, weights, replay, numbers, scale, rank, weight)
     return ids, weights
@@ -393,7 +388,7 @@ def _check_top_k(name, top_k, most) -> None:
     require(1 <= top_k <= most, name, top_k, f"1 to {most}")
 
 
-def _check_replay(replay, shape):
+def check_replay(replay, shape):
     if replay is None:
         return None
     tokens, top_k = shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, same_device
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import ActivationType, WeightLayout
@@ -28,21 +28,27 @@ def routed_by_logits(
         logits, bias, method, top_k, n_group=n_group, topk_group=topk_group, routed_scaling_factor=scaling,
         norm_topk_prob=norm, num_fused_shared_experts=shared, routing_replay_out=replay,
     )  # fmt: skip
-    return experts.Routed(ids, weights, offset, count + shared)
+    return experts.Routed(ids, weights, offset, count + shared, by_logits=True)
 
 
-def routed_by_ids(topk_ids, num_experts, top_k, local, replay=None) -> experts.Routed:
-    """Routing of a call that has ids, packed with their weights or beside them."""
+def routed_by_ids(topk_ids, num_experts, top_k, local, replay=None, delta=None) -> experts.Routed:
+    """Routing of a call that has ids, packed with their weights or beside them, and what adapters add."""
     offset, count = local
     check_local(offset, count, num_experts)
-    require(replay is None, "routing_replay_out", "a tensor", "None, as the caller has the ids")
     ids, weights = topk_ids if isinstance(topk_ids, (tuple, list)) else (topk_ids, None)
     require(ids.dim() == 2 and ids.shape[1] == top_k, "topk_ids", tuple(ids.shape), f"[tokens, {top_k}], top_k")
     require(ids.dtype == torch.int32, "topk_ids", ids.dtype, "int32")
     if weights is not None:
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         require(weights.dtype in dtypes, "topk_weights", weights.dtype, "float32, bfloat16, float16")
-    return experts.Routed(ids, weights, offset, count)
+    if replay is not None:
+        same_device(topk_ids=ids, routing_replay_out=replay)
+        routing.check_replay(replay, ids.shape).copy_(ids >> 16 if weights is None else ids)
+    if delta is not None:
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        require(delta.dtype in dtypes, "gemm1_lora_delta", delta.dtype, "bfloat16, float16, float32")
+        delta = delta.contiguous()
+    return experts.Routed(ids, weights, offset, count, delta=delta)
 
 
 def check_local(offset, count, num_experts) -> None:
@@ -131,8 +137,8 @@ def trtllm_bf16_moe(
     routing_logits : torch.Tensor
         [tokens, num_experts]; float32, bfloat16 or float16.
     routing_bias : torch.Tensor, optional
-        [num_experts], added to what is ranked, by DeepSeekV3 and MiniMax2. Llama4 takes one and, as upstream, ranks
-        without it; other methods refuse it.
+        [num_experts]; float32, bfloat16 or float16: added to what is ranked by DeepSeekV3 and MiniMax2, and not read by
+        other methods.
     hidden_states : torch.Tensor
         x, bfloat16 [tokens, hidden], contiguous rows. Zero tokens are valid.
     gemm1_weights : torch.Tensor
@@ -150,7 +156,7 @@ def trtllm_bf16_moe(
     local_expert_offset, local_num_experts : int
         This rank has the weights of experts from the offset on; what other experts would give is left out.
     routed_scaling_factor : float, optional
-        A factor of all weights s.
+        A factor of all weights s of DeepSeekV3 and MiniMax2; not read by other methods.
     routing_method_type : int
         A `flashinfer.fused_moe.RoutingMethodType`.
     use_shuffled_weight : bool
@@ -165,7 +171,7 @@ def trtllm_bf16_moe(
     activation_type : int
         A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
     norm_topk_prob : bool
-        False: the weights of chosen experts are not divided by their sum.
+        False: SigmoidRenorm does not divide the weights of chosen experts by their sum. Not read by other methods.
     routing_replay_out : torch.Tensor, optional
         int16 [tokens or more, top_k]; receives the chosen experts.
     gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
@@ -180,8 +186,8 @@ def trtllm_bf16_moe(
     -------
     torch.Tensor or list of torch.Tensor
         bfloat16 [tokens, hidden]. Without `do_finalize` [rows, weights, row]: what experts gave, bfloat16
-        [rows, hidden] with padding between experts that is not written; weights [tokens, top_k], float32; and int32
-        [tokens, top_k], the row of each choice, -1 where another rank has it.
+        [rows, hidden] with padding between experts that is not written; weights [tokens, top_k], bfloat16; and int32
+        [tokens * top_k], the row of each choice, -1 where another rank has it.
 
     Raises
     ------
@@ -280,11 +286,13 @@ def trtllm_bf16_routed_moe(
     enable_pdl, tune_max_num_tokens
         Have no effect on results, and none on the launches yet.
     gemm1_lora_delta : torch.Tensor, optional
-        Only None.
+        [tokens, top_k, rows of an expert's gemm1_weights]; bfloat16, float16 or float32: what adapters add to the first
+        product of each choice, before the activation. The up-projection's columns come first and then the gate's,
+        however the weights are arranged.
     activation_type : int
         A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
     routing_replay_out : torch.Tensor, optional
-        Only None, for the caller has the ids.
+        int16 [tokens or more, top_k]; receives the experts of `topk_ids`.
     gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
         float32 [local_num_experts], of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to
         at most the limit and up to -limit ... limit. SwigluStep takes a limit, 7 by default: it clamps up and
@@ -296,9 +304,11 @@ def trtllm_bf16_routed_moe(
     Returns
     -------
     torch.Tensor or list of torch.Tensor
-        bfloat16 [tokens, hidden]. Without `do_finalize` [rows, weights, row]: what experts gave, bfloat16
-        [rows, hidden] with padding between experts that is not written; weights [tokens, top_k], float32; and int32
-        [tokens, top_k], the row of each choice, -1 where another rank has it.
+        bfloat16 [tokens, hidden]. Without `do_finalize` [rows, weights, row] as of `trtllm_bf16_moe`; weights that were
+        given beside the ids are returned as they are.
+
+        With `gemm1_lora_delta` [output, row, activated], and without `do_finalize` [rows, weights, row, activated]:
+        activated is what the activation gave, bfloat16 [rows, intermediate_size], in the same rows.
 
     Raises
     ------
@@ -315,9 +325,8 @@ def trtllm_bf16_routed_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     local = (local_expert_offset, local_num_experts)
-    routed = routed_by_ids(topk_ids, num_experts, top_k, local, routing_replay_out)
+    routed = routed_by_ids(topk_ids, num_experts, top_k, local, routing_replay_out, gemm1_lora_delta)
     shape = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     return _bf16(routed, hidden_states, gemm1_weights, gemm2_weights, intermediate_size, use_shuffled_weight,
                  weight_layout, do_finalize, activation_type, shape, output)  # fmt: skip
@@ -338,7 +347,7 @@ def _bf16(routed, x, w1, w2, intermediate, shuffled, layout, do_finalize, activa
 
 
 def finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, /, hidden=None):
-    """The mixture with a bfloat16 result of `hidden` columns; without finalize a list."""
+    """The mixture with a bfloat16 result of `hidden` columns; without finalize, or with a delta, a list."""
     x, (first, second) = tokens.codes, weights
     hidden = x.shape[1] if hidden is None else hidden
     if second.codes.dim() == (4 if second.block else 3):
@@ -350,4 +359,4 @@ def finished(tokens, routed, weights, act, between, intermediate, output, do_fin
     require(rows == expected, first.name, tuple(first.codes.shape), f"{expected} rows for intermediate_size")
     out = experts.result("output", output, len(x), hidden, torch.bfloat16, x.device)
     results = experts.run(tokens, routed, first, act, between, second, out, do_finalize)
-    return results[0] if do_finalize else results
+    return results[0] if do_finalize and routed.delta is None else results

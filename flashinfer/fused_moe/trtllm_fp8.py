@@ -76,8 +76,8 @@ def trtllm_fp8_block_scale_moe(
     routing_logits : torch.Tensor
         [tokens, num_experts]; float32, bfloat16 or float16.
     routing_bias : torch.Tensor, optional
-        [num_experts], added to what is ranked, by DeepSeekV3 and MiniMax2. Llama4 takes one and, as upstream, ranks
-        without it; other methods refuse it.
+        [num_experts]; float32, bfloat16 or float16: added to what is ranked by DeepSeekV3 and MiniMax2, and not read by
+        other methods.
     hidden_states : torch.Tensor
         float8_e4m3fn [tokens, hidden], contiguous rows.
     hidden_states_scale : torch.Tensor
@@ -101,7 +101,7 @@ def trtllm_fp8_block_scale_moe(
     local_expert_offset, local_num_experts : int
         This rank has the weights of experts from the offset on; what other experts would give is left out.
     routed_scaling_factor : float, optional
-        A factor of all weights s.
+        A factor of all weights s of DeepSeekV3 and MiniMax2; not read by other methods.
     routing_method_type : int
         A `flashinfer.fused_moe.RoutingMethodType`.
     use_shuffled_weight : bool
@@ -121,7 +121,7 @@ def trtllm_fp8_block_scale_moe(
     activation_type : int
         A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
     norm_topk_prob : bool
-        False: the weights of chosen experts are not divided by their sum.
+        False: SigmoidRenorm does not divide the weights of chosen experts by their sum. Not read by other methods.
     routing_replay_out : torch.Tensor, optional
         int16 [tokens or more, top_k]; receives the chosen experts.
     gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
@@ -227,14 +227,14 @@ def trtllm_fp8_block_scale_routed_moe(
     weight_layout, do_finalize, enable_pdl, output, tune_max_num_tokens, fp8_quantization_type, activation_type
         As in `trtllm_fp8_block_scale_moe`.
     gemm1_lora_delta : torch.Tensor, optional
-        Only None.
+        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
     gemm1_alpha, gemm1_beta, gemm1_clamp_limit, valid_hidden_size, valid_intermediate_size
         As in `trtllm_fp8_block_scale_moe`.
 
     Returns
     -------
     torch.Tensor or list of torch.Tensor
-        As those of `trtllm_bf16_moe`: bfloat16 [tokens, hidden], or [rows, weights, row] without `do_finalize`.
+        As those of `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
 
     Raises
     ------
@@ -251,10 +251,10 @@ def trtllm_fp8_block_scale_routed_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     sizes = hidden_states.shape[-1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
-    routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts))
+    local = (local_expert_offset, local_num_experts)
+    routed = routed_by_ids(topk_ids, num_experts, top_k, local, delta=gemm1_lora_delta)
     given = [(gemm1_weights, gemm1_weights_scale, None), (gemm2_weights, gemm2_weights_scale, None)]
     act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
     return _block_scaled(routed, hidden_states, hidden_states_scale, given, fp8_quantization_type, use_shuffled_weight,
@@ -445,7 +445,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     use_routing_scales_on_input, do_finalize, enable_pdl, tune_max_num_tokens, activation_type, output
         As in `trtllm_fp8_per_tensor_scale_moe`.
     routing_replay_out : torch.Tensor, optional
-        Only None, for the caller has the ids.
+        int16 [tokens or more, top_k]; receives the experts of `topk_ids`.
     gemm1_clamp_limit
         As in `trtllm_fp8_per_tensor_scale_moe`.
 

@@ -56,8 +56,8 @@ def trtllm_fp8_per_channel_scale_moe(
     routing_logits : torch.Tensor
         [tokens, num_experts]; float32, bfloat16 or float16.
     routing_bias : torch.Tensor, optional
-        [num_experts], added to what is ranked, by DeepSeekV3 and MiniMax2. Llama4 takes one and, as upstream, ranks
-        without it; other methods refuse it.
+        [num_experts]; float32, bfloat16 or float16: added to what is ranked by DeepSeekV3 and MiniMax2, and not read by
+        other methods.
     hidden_states : torch.Tensor
         float8_e4m3fn [tokens, hidden], contiguous rows.
     hidden_states_scale : torch.Tensor
@@ -82,7 +82,7 @@ def trtllm_fp8_per_channel_scale_moe(
     local_expert_offset, local_num_experts : int
         This rank has the weights of experts from the offset on; what other experts would give is left out.
     routed_scaling_factor : float, optional
-        A factor of all weights s.
+        A factor of all weights s of DeepSeekV3 and MiniMax2; not read by other methods.
     use_routing_scales_on_input : bool
         The weight of a choice multiplies the input of its expert, and not the result (Llama 4).
     routing_method_type : int
@@ -94,7 +94,7 @@ def trtllm_fp8_per_channel_scale_moe(
     activation_type : int
         A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
     norm_topk_prob : bool
-        False: the weights of chosen experts are not divided by their sum.
+        False: SigmoidRenorm does not divide the weights of chosen experts by their sum. Not read by other methods.
 
     Returns
     -------

@@ -10,9 +10,44 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer.fused_moe.routing import route, token_map
 from flashinfer.fused_moe.trtllm import check_local
+from flashinfer.ops.moe.token_map import most_tiles
 from flashinfer.tllm_enums import RoutingMethodType
 
-__all__ = ["TrtllmGenRoutingResult", "trtllm_gen_routing"]
+__all__ = ["TrtllmGenRoutingResult", "max_num_padded_tokens", "trtllm_gen_routing"]
+
+
+@checked
+def max_num_padded_tokens(num_tokens: int, top_k: int, num_experts: int, tile_tokens_dim: int) -> int:
+    """The most rows that any choice of experts has, padding included.
+
+    Parameters
+    ----------
+    num_tokens, top_k : int
+        Tokens, and choices of each.
+    num_experts : int
+        Experts of this rank.
+    tile_tokens_dim : int
+        Rows of a tile.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    ValueError
+        A number below 0, or a tile without rows.
+
+    Examples
+    --------
+    >>> from flashinfer.fused_moe.trtllm_gen_routing import max_num_padded_tokens
+    >>> max_num_padded_tokens(4, 2, 3, 8)
+    24
+    """
+    for name, x, least in (("num_tokens", num_tokens, 0), ("top_k", top_k, 0), ("num_experts", num_experts, 0),
+                           ("tile_tokens_dim", tile_tokens_dim, 1)):  # fmt: skip
+        require(x >= least, name, x, f"{least} or more")
+    return most_tiles(num_tokens * top_k, num_experts, tile_tokens_dim) * tile_tokens_dim
 
 
 class TrtllmGenRoutingResult(NamedTuple):
@@ -25,13 +60,14 @@ class TrtllmGenRoutingResult(NamedTuple):
     Attributes
     ----------
     topk_ids : torch.Tensor
-        int32 [tokens, choices]: experts among all ranks', best-ranked first, shared ones last.
+        int32 [tokens, choices]: experts among all ranks', best-ranked first, shared ones last; -1 for an expert of
+        another rank.
     topk_weights : torch.Tensor
-        float32, of the same shape.
+        bfloat16, of the same shape.
     total_num_padded_tokens : torch.Tensor
         [1]: rows, padding included.
     expanded_idx_to_permuted_idx : torch.Tensor
-        [tokens * choices]: the row of each pair; -1 for an expert of another rank.
+        [tokens, choices]: the row of each pair; -1 for an expert of another rank.
     permuted_idx_to_token_idx : torch.Tensor
         [most rows]: the token of each row; -1 in padding.
     cta_idx_xy_to_batch_idx : torch.Tensor
@@ -102,7 +138,7 @@ def trtllm_gen_routing(
     >>> logits = torch.tensor([[3.0, 0.0, 2.0], [0.0, 3.0, 1.0]])
     >>> routed = trtllm_gen_routing(logits, None, RoutingMethodType.Renormalize, 2, tile_tokens_dim=4)
     >>> routed.topk_ids.tolist(), routed.expanded_idx_to_permuted_idx.tolist()
-    ([[0, 2], [1, 2]], [0, 8, 4, 9])
+    ([[0, 2], [1, 2]], [[0, 8], [4, 9]])
     >>> routed.permuted_idx_to_token_idx.tolist()
     [0, -1, -1, -1, 1, -1, -1, -1, 0, 1, -1, -1]
     """
@@ -119,10 +155,10 @@ def trtllm_gen_routing(
     rows, _ = token_map(ids, local, local_expert_offset, tile_tokens_dim)
     tiles = torch.arange(1, len(rows.tile_end) + 1, dtype=torch.int32, device=ids.device)
     return TrtllmGenRoutingResult(
-        topk_ids=ids,
-        topk_weights=weights,
+        topk_ids=ids.masked_fill_(rows.pair_row < 0, -1),
+        topk_weights=weights.to(torch.bfloat16),
         total_num_padded_tokens=rows.first[-1:],
-        expanded_idx_to_permuted_idx=rows.pair_row.view(-1),
+        expanded_idx_to_permuted_idx=rows.pair_row,
         permuted_idx_to_token_idx=rows.row_pair // ids.shape[1],
         cta_idx_xy_to_batch_idx=rows.tile_expert,
         cta_idx_xy_to_mn_limit=torch.minimum(rows.tile_end, tiles * tile_tokens_dim),

@@ -154,14 +154,15 @@ def trtllm_mxint4_block_scale_routed_moe(
     local_num_experts, do_finalize, enable_pdl, output, tune_max_num_tokens, valid_hidden_size
         As in `trtllm_mxint4_block_scale_moe`.
     gemm1_lora_delta : torch.Tensor, optional
-        Only None.
+        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
     valid_intermediate_size
         As in `trtllm_mxint4_block_scale_moe`.
 
     Returns
     -------
     list of torch.Tensor
-        [output], bfloat16 [tokens, hidden]; without `do_finalize` as in `flashinfer.fused_moe.trtllm_bf16_moe`.
+        [output], bfloat16 [tokens, hidden]; without `do_finalize`, and with `gemm1_lora_delta`, as in
+        `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
 
     Raises
     ------
@@ -179,11 +180,11 @@ def trtllm_mxint4_block_scale_routed_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     require(hidden_states.dim() == 2, "hidden_states", tuple(hidden_states.shape), "[tokens, hidden]")
     sizes = hidden_states.shape[1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
-    routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts), None)
+    local = (local_expert_offset, local_num_experts)
+    routed = routed_by_ids(topk_ids, num_experts, top_k, local, delta=gemm1_lora_delta)
     shape = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     given = (gemm1_weights, gemm1_weights_scale), (gemm2_weights, gemm2_weights_scale)
     return _mxint4(routed, hidden_states, given, shape, intermediate_size, valid, output, do_finalize)

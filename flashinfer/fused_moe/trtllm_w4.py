@@ -11,7 +11,7 @@ from flashinfer.fused_moe.trtllm import activation, check_valid, finished, route
 from flashinfer.fused_moe.trtllm_fp8 import byte_factors
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FACTOR_DTYPES
-from flashinfer.tllm_enums import ActivationType, SfLayout
+from flashinfer.tllm_enums import ActivationType, RoutingMethodType, SfLayout
 
 __all__ = ["trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe"]
 
@@ -197,7 +197,7 @@ def trtllm_fp4_block_scale_routed_moe(
     topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
         int32 [tokens, top_k], packed; or ids and weights: as in `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
     routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type
-        Have no effect: they say how the experts were chosen.
+        Have no effect but for `num_fused_shared_experts`: they say how the experts were chosen.
     hidden_states, hidden_states_scale, gemm1_weights, gemm1_weights_scale, gemm1_bias, gemm1_alpha, gemm1_beta
         As in `trtllm_fp4_block_scale_moe`.
     gemm1_clamp_limit, gemm2_weights, gemm2_weights_scale, gemm2_bias, output1_scale_scalar
@@ -207,16 +207,19 @@ def trtllm_fp4_block_scale_routed_moe(
     local_num_experts, do_finalize, enable_pdl, activation_type, per_token_scale, output, tune_max_num_tokens
         As in `trtllm_fp4_block_scale_moe`.
     gemm1_lora_delta : torch.Tensor, optional
-        Only None.
+        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`. It is added as it is, after output1_scale_gate_scalar and
+        the bias.
     valid_hidden_size, valid_intermediate_size, hidden_states_scale_layout
         As in `trtllm_fp4_block_scale_moe`.
     num_fused_shared_experts : int, optional
-        Only None or 0: shared experts are among the chosen ones.
+        More than None or 0 only with DeepSeekV3 and all experts on this rank: then `topk_ids` has [tokens, top_k +
+        num_fused_shared_experts], of which the shared ones are `num_experts` and on, and weights have as many experts.
 
     Returns
     -------
     list of torch.Tensor
-        [output], bfloat16 [tokens, hidden]; without `do_finalize` as in `flashinfer.fused_moe.trtllm_bf16_moe`.
+        [output], bfloat16 [tokens, hidden]; without `do_finalize`, and with `gemm1_lora_delta`, as in
+        `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
 
     Raises
     ------
@@ -234,9 +237,11 @@ def trtllm_fp4_block_scale_routed_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
-    require(not num_fused_shared_experts, "num_fused_shared_experts", num_fused_shared_experts, "None, 0")
-    routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts))
+    shared, whole = num_fused_shared_experts or 0, (local_expert_offset, local_num_experts) == (0, num_experts)
+    fits = shared == 0 or (shared > 0 and whole and routing_method_type == RoutingMethodType.DeepSeekV3)
+    require(fits, "num_fused_shared_experts", shared, "0 or, with DeepSeekV3 and all experts on this rank, more")
+    local = (local_expert_offset, local_num_experts + shared)
+    routed = routed_by_ids(topk_ids, num_experts + shared, top_k + shared, local, delta=gemm1_lora_delta)
     given = [(gemm1_weights, gemm1_weights_scale, gemm1_bias), (gemm2_weights, gemm2_weights_scale, gemm2_bias)]
     scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
     act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)

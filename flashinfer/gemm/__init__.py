@@ -8,7 +8,6 @@ from .dense import (
     bmm_fp8,
     mm_bf16,
     mm_fp8,
-    tgv_gemm_sm100,
     tinygemm_bf16,
 )
 from .grouped import (
@@ -21,6 +20,14 @@ from .grouped import (
 )
 from .groupwise import fp8_blockscale_gemm_sm90, gemm_fp8_nt_blockscaled, gemm_fp8_nt_groupwise
 from .masked import grouped_gemm_nt_masked
+from .projections import (
+    fp4_linear,
+    fp4_linear_swiglu,
+    fp4_qkv_qknorm_rope,
+    fp8_linear,
+    fp8_linear_swiglu,
+    fp8_qkv_qknorm_rope,
+)
 from .ragged import (
     group_gemm_fp8_nt_groupwise_contiguous,
     masked_bmm,
@@ -29,7 +36,8 @@ from .ragged import (
     ragged_bmm,
     ragged_scaled_bmm,
 )
-from .router import (
+from .routergemm import (
+    mm_M1_16,
     mm_M1_16_K6144_N256,
     mm_M1_16_K7168_N128,
     mm_M1_16_K7168_N256,
@@ -41,6 +49,7 @@ from .router import (
 )
 from .segment import SegmentGEMMWrapper
 from .svdquant import mm_nvfp4_svdquant, nvfp4_quantize_smooth, svdquant_linear
+from .tgv import tgv_gemm_sm100
 
 __all__ = [
     "SegmentGEMMWrapper",
@@ -48,7 +57,13 @@ __all__ = [
     "bmm_bf16",
     "bmm_fp8",
     "bmm_mxfp8",
+    "fp4_linear",
+    "fp4_linear_swiglu",
+    "fp4_qkv_qknorm_rope",
     "fp8_blockscale_gemm_sm90",
+    "fp8_linear",
+    "fp8_linear_swiglu",
+    "fp8_qkv_qknorm_rope",
     "gemm_alpha_beta",
     "gemm_fp8_nt_blockscaled",
     "gemm_fp8_nt_groupwise",
@@ -61,6 +76,7 @@ __all__ = [
     "grouped_gemm_nt_masked",
     "masked_bmm",
     "masked_scaled_bmm",
+    "mm_M1_16",
     "mm_M1_16_K6144_N256",
     "mm_M1_16_K7168_N128",
     "mm_M1_16_K7168_N256",

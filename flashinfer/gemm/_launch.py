@@ -50,7 +50,7 @@ def gemm(
         columns=columns,
         a_layout=a_layout,
         b_layout=b_layout,
-        alpha=alpha is not None,
+        alpha="" if alpha is None else "one" if alpha.numel() == 1 else "rows",
         shuffled=shuffled,
         aligned=_aligned(a, b, out, K // width, (a_scale, a_layout), (b_scale, b_layout)),
         whole=K % 128 == 0,
@@ -59,7 +59,12 @@ def gemm(
         # Rows of a shuffled weight are put in order on the way.
         wide = _widened(problem, b, b_scale, problem.b, b_layout, shuffled)
         a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
-        multiply(a, wide.mT, out, a_scale=alpha)
+        if problem.alpha == "rows":
+            sums = torch.empty_like(out, dtype=torch.float32)
+            multiply(a, wide.mT, sums)
+            out.copy_(sums * alpha[:, None])
+        else:
+            multiply(a, wide.mT, out, a_scale=alpha)
         return
     choice_of(room.blockscaled, problem, a.device, backend).run(a, b, a_scale, b_scale, alpha, out)
 

@@ -87,18 +87,23 @@ def factors(name: str, scale: torch.Tensor, rows: int, blocks: int, layout: str,
     return scale.view(torch.uint8).view(entries, high * wide)
 
 
-def alpha_of(alpha: torch.Tensor | None, a: torch.Tensor, count: int = 1) -> Any:
-    """The factor of the result, float32 [count]; one element may be on the other device."""
+def alpha_of(alpha: torch.Tensor | None, a: torch.Tensor, *counts: int) -> Any:
+    """The factors of the result, float32, as many as one of `counts`, or 1; one element may be on the other device."""
     if alpha is None:
         return None
-    require(alpha.numel() == count, "alpha", tuple(alpha.shape), f"{count} element{'s' if count > 1 else ''}")
-    return scales_of("alpha", alpha, a.device, count).contiguous()
+    counts = counts or (1,)
+    allowed = " or ".join(map(str, counts))
+    require(alpha.numel() in counts, "alpha", tuple(alpha.shape), f"{allowed} element{'s' if allowed != '1' else ''}")
+    return scales_of("alpha", alpha, a.device, alpha.numel()).contiguous()
 
 
 def result(
     out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """`out`, checked, or a new tensor; where neither says the dtype it is bfloat16."""
+    """`out`, checked, or a new tensor; where neither says the dtype it is bfloat16.
+
+    Upstream reads out_dtype of some functions where there is no `out` only: these give None for it where there is one.
+    """
     dtype = dtype or (torch.bfloat16 if out is None else out.dtype)
     require(dtype in OUT, "out_dtype", dtype, ", ".join(str(d) for d in OUT))
     if out is None:

@@ -13,9 +13,11 @@ from flashinfer.ops.gemm import blockscaled as room
 
 __all__ = ["bmm_mxfp8", "mm_bf16_fp4", "mm_fp4", "mm_mxfp8", "prepare_bf16_fp4_weights"]
 
+_OF_BF16_AND_FP4 = ("cudnn", "cute-dsl", "cute-dsl-native", "blackwell-native", "blackwell-tiled")
+
 
 @checked
-@answering("auto", "cudnn", "cutlass", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x"))
+@answering("auto", "cudnn", "cutlass", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x", "cake"))
 def mm_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -47,7 +49,8 @@ def mm_fp4(
     b_descale : torch.Tensor
         The factors of b.T in 128x4 tiles, as they are or transposed.
     alpha : torch.Tensor, optional
-        One element (float32, float16 or bfloat16) on either device: a factor of the result.
+        A factor of the result, one element (float32, float16 or bfloat16) on either device; or a factor of each row,
+        M elements, as of rows that were quantised with a global scale each.
     out_dtype : torch.dtype
         bfloat16, float16 or float32.
     out : torch.Tensor, optional
@@ -57,8 +60,8 @@ def mm_fp4(
     use_8x4_sf_layout : bool
         The factors of a are in tiles of 8 rows, not 128.
     backend : str
-        "cudnn", "cutlass", "cute-dsl", "cutedsl_low_latency", "b12x" or "auto": one result. "trtllm": the rows of the
-        weight and of its factors are shuffled, as by `flashinfer.shuffle_matrix_a` and
+        "cudnn", "cutlass", "cute-dsl", "cutedsl_low_latency", "b12x", "cake" or "auto": one result. "trtllm": the rows
+        of the weight and of its factors are shuffled, as by `flashinfer.shuffle_matrix_a` and
         `flashinfer.shuffle_matrix_sf_a` for an epilogue of 128 rows. Or a variant's name.
     use_nvfp4 : bool
         Factors in e4m3 for 16 elements; else in ue8m0 for 32.
@@ -97,8 +100,10 @@ def mm_fp4(
     a_descale = given.factors("a_descale", a_descale, a.shape[0], blocks, a_layout)
     b_descale = given.factors("b_descale", b_descale, b.shape[0], blocks, "128x4")
     out = given.result(out, (a.shape[0], b.shape[0]), out_dtype, a)
-    alpha = given.alpha_of(alpha, a)
-    backend = given.variant_of(backend, ("cudnn", "cutlass", "cute-dsl", "cutedsl_low_latency", "b12x", "trtllm"))
+    alpha = given.alpha_of(alpha, a, 1, a.shape[0])
+    backend = given.variant_of(
+        backend, ("cudnn", "cutlass", "cute-dsl", "cutedsl_low_latency", "b12x", "cake", "trtllm")
+    )
     gemm(
         a[None], b[None], a_descale, b_descale, alpha, out[None], "ue4m3" if use_nvfp4 else "ue8m0", a_layout, "128x4",
         width=width, shuffled=shuffled, backend=backend,
@@ -251,7 +256,7 @@ def bmm_mxfp8(
 
 
 @checked
-@answering("cudnn", "cute-dsl")
+@answering(*_OF_BF16_AND_FP4)
 def prepare_bf16_fp4_weights(
     b: torch.Tensor,
     b_descale: torch.Tensor,
@@ -271,7 +276,8 @@ def prepare_bf16_fp4_weights(
     alpha : torch.Tensor, optional
         One element, as in `mm_fp4`.
     backend : str
-        "cudnn" or "cute-dsl", or a variant's name: the weight is the same for all.
+        "cudnn", "cute-dsl", "cute-dsl-native", "blackwell-native" or "blackwell-tiled", or a variant's name: the weight
+        is the same for all.
     block_size : int
         16.
 
@@ -302,7 +308,7 @@ def prepare_bf16_fp4_weights(
 
 
 @checked
-@answering("cudnn", "cute-dsl")
+@answering(*_OF_BF16_AND_FP4)
 def mm_bf16_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -324,7 +330,7 @@ def mm_bf16_fp4(
     b, b_descale, alpha
         What `prepare_bf16_fp4_weights` returned: [N, K / 2], its factors, and one element or None.
     backend : str
-        "cudnn" or "cute-dsl", or a variant's name.
+        As in `prepare_bf16_fp4_weights`: one result.
     out_dtype : torch.dtype, optional
         bfloat16, float16 or float32; by default that of `out`, or bfloat16.
     out : torch.Tensor, optional
@@ -356,7 +362,7 @@ def mm_bf16_fp4(
     b, b_descale, alpha = prepare_bf16_fp4_weights(b, b_descale, alpha, backend=backend, block_size=block_size)
     given.same("b", 2 * b.shape[1], "a", a.shape[1], "K")
     out = given.result(out, (a.shape[0], b.shape[0]), out_dtype, a)
-    backend = given.variant_of(backend, ("cudnn", "cute-dsl"))
+    backend = given.variant_of(backend, _OF_BF16_AND_FP4)
     gemm(a[None], b[None], None, b_descale[None], alpha, out[None], "ue4m3", "", "128x4", width=16, backend=backend)
     return out
 
@@ -369,5 +375,5 @@ def _is_shuffled(backend: str, b: torch.Tensor) -> bool:
 
 
 def _check_backend(backend: str) -> None:
-    allowed = ("cudnn", "cute-dsl", "auto", *(v.name for v in room.blockscaled.variants))
+    allowed = (*_OF_BF16_AND_FP4, "auto", *(v.name for v in room.blockscaled.variants))
     require(backend in allowed, "backend", repr(backend), ", ".join(allowed))

@@ -85,7 +85,7 @@ def mm_bf16(
 
 
 @replayed
-@answering("auto", "cudnn", "cutlass", "cutile")
+@answering("auto", "cudnn", "cutlass", "cutile", denied=("tgv", "cake"))
 def bmm_bf16(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -132,7 +132,7 @@ def bmm_bf16(
 
 
 @replayed
-@answering("auto", "cublas", "cudnn", "cutlass")
+@answering("auto", "cublas", "cudnn", "cutlass", denied=("cute-dsl",))
 def bmm_fp8(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -186,7 +186,7 @@ def bmm_fp8(
 
 
 @replayed
-@answering("trtllm_low_latency", "cutedsl_low_latency")
+@answering("auto", "trtllm_low_latency", "cutedsl_low_latency", "cublas", "cudnn", "cutlass")
 def mm_fp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -195,15 +195,16 @@ def mm_fp8(
     out: torch.Tensor | None = None,
     backend: str = "trtllm_low_latency",
 ) -> torch.Tensor:
-    """FP8 product with a prepared weight: ``out = a @ weight.T * alpha``.
+    """FP8 product with a weight: ``out = a @ weight.T * alpha``.
 
     Parameters
     ----------
     a : torch.Tensor
-        [m, k]; float8_e4m3fn, any strides; k a multiple of 128.
+        [m, k]; float8_e4m3fn or, for a weight [n, k], float8_e5m2; any strides.
     b : torch.Tensor
-        [k / 128, n, 128], contiguous, float8_e4m3fn; n a multiple of 32: a weight [n, k] as
-        `prepare_low_latency_gemm_weights` arranges it.
+        The weight [n, k] as it is, float8_e4m3fn or float8_e5m2, any strides. Or [k / 128, n, 128], contiguous,
+        float8_e4m3fn, k a multiple of 128 and n of 32: as `prepare_low_latency_gemm_weights` arranges it. Every
+        backend takes both.
     alpha : torch.Tensor, optional
         One element (float32, float16 or bfloat16) on either device; None is 1.
     out_dtype : torch.dtype
@@ -229,75 +230,18 @@ def mm_fp8(
     >>> a, b = torch.ones(2, 128).to(torch.float8_e4m3fn), torch.ones(128, 128).to(torch.float8_e4m3fn)
     >>> flashinfer.mm_fp8(a, flashinfer.prepare_low_latency_gemm_weights(b, {}), torch.tensor(0.5))[0, 0]
     tensor(64., dtype=torch.bfloat16)
+    >>> flashinfer.mm_fp8(a, b, torch.tensor(0.5))[0, 0]
+    tensor(64., dtype=torch.bfloat16)
     """
-    require(a.dim() == 2, "a", tuple(a.shape), "[m, k]")
-    require(a.dtype == torch.float8_e4m3fn, "a", a.dtype, "float8_e4m3fn")
-    require(b.dtype == torch.float8_e4m3fn, "b", b.dtype, "float8_e4m3fn")
-    blocks = a.shape[1] // 128
-    fits = b.dim() == 3 and b.shape[::2] == (blocks, 128) and b.shape[1] % 32 == 0 and a.shape[1] % 128 == 0
-    allowed = f"contiguous [k / 128, n, 128] for k {a.shape[1]}, n a multiple of 32"
-    require(fits and b.is_contiguous(), "b", tuple(b.shape), allowed)
-    out = _result(out, (a.shape[0], b.shape[1]), out_dtype, a.device)
+    if b.dim() == 2:
+        _check_operands("a", a, "b", b, 2, _FP8, transposed=True)
+        n, b = b.shape[0], b.mT
+    else:
+        _check_blocks(a, b)
+        n = b.shape[1]
+    out = _result(out, (a.shape[0], n), out_dtype, a.device)
     alpha = None if alpha is None else _scale("alpha", alpha, a.device)
     _product(a, b, out, None, alpha, None, _variant(backend))
-    return out
-
-
-@checked
-@answering()
-def tgv_gemm_sm100(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    pdl: bool = False,
-    out: torch.Tensor | None = None,
-    a_descale: torch.Tensor | None = None,
-    b_descale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Matrix product for few rows: ``out = a @ b * a_descale * b_descale + bias``. Any chip runs it.
-
-    Parameters
-    ----------
-    a : torch.Tensor
-        [m, k]; bfloat16, float16 or float8_e4m3fn, any strides.
-    b : torch.Tensor
-        [k, n]; dtype of `a`, any strides; column-major is fast.
-    bias : torch.Tensor or None
-        [n]; bfloat16, float16 or float32.
-    pdl : bool
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
-    out : torch.Tensor, optional
-        [m, n], receives the result, any strides; bfloat16 or float16. By default of the dtype of `a`, bfloat16 for FP8.
-    a_descale, b_descale : torch.Tensor, optional
-        One element (float32, float16 or bfloat16) on either device; both for FP8 and only for it.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`, or a new tensor [m, n].
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype or device other than the above.
-
-    Examples
-    --------
-    >>> import torch, flashinfer
-    >>> a, b = torch.ones(2, 64).bfloat16(), torch.ones(32, 64).bfloat16().T
-    >>> flashinfer.tgv_gemm_sm100(a, b, torch.ones(32).bfloat16())[0, 0]
-    tensor(65., dtype=torch.bfloat16)
-    """
-    _check_operands("a", a, "b", b, 2, (*_HALVES, torch.float8_e4m3fn))
-    narrow = a.dtype not in _HALVES
-    for name, scale in (("a_descale", a_descale), ("b_descale", b_descale)):
-        require((scale is not None) == narrow, name, scale, "a scale for FP8 operands, None for others")
-    dtype = torch.bfloat16 if narrow else a.dtype
-    out = _result(out, (a.shape[0], b.shape[1]), dtype if out is None else out.dtype, a.device)
-    _check_bias(bias, b.shape[1])
-    given = ("a_descale", a_descale), ("b_descale", b_descale)
-    a_scale, b_scale = (None if scale is None else _scale(name, scale, a.device) for name, scale in given)
-    _product(a, b, out, bias, a_scale, b_scale, "auto")
     return out
 
 
@@ -357,18 +301,31 @@ def _variant(backend: str) -> str:
     return backend
 
 
-def _check_operands(a_name, a, b_name, b, dim: int, dtypes) -> None:
-    fits = b.dim() == dim and a.dim() == dim and b.shape[:-2] == a.shape[:-2] and b.shape[-2] == a.shape[-1]
+def _check_operands(a_name, a, b_name, b, dim: int, dtypes, transposed: bool = False) -> None:
+    along = -1 if transposed else -2
+    fits = b.dim() == dim and a.dim() == dim and b.shape[:-2] == a.shape[:-2] and b.shape[along] == a.shape[-1]
     same = b.dtype == a.dtype or (a.dtype in _FP8 and b.dtype in _FP8 and b.dtype in dtypes)
     if fits and same and a.dtype in dtypes:
         return
     # Words only where they are needed: they take longer than the checks.
     require(a.dim() == dim, a_name, tuple(a.shape), "[batch, m, k]" if dim == 3 else "[m, k]")
-    shape = f"{(*a.shape[:-2], a.shape[-1])} and n, for {a_name} {tuple(a.shape)}"
+    k = a.shape[-1]
+    shape = f"{f'[n, {k}]' if transposed else f'{(*a.shape[:-2], k)} and n'}, for {a_name} {tuple(a.shape)}"
     require(fits, b_name, tuple(b.shape), shape)
     allowed = ", ".join(map(str, dtypes))
     require(a.dtype in dtypes, a_name, a.dtype, allowed)
     require(same, b_name, b.dtype, allowed if a.dtype in _FP8 else f"{a.dtype}, the dtype of {a_name}")
+
+
+def _check_blocks(a, b) -> None:
+    """Refuse what is no row of FP8, and no weight in blocks."""
+    require(a.dim() == 2, "a", tuple(a.shape), "[m, k]")
+    for name, x in (("a", a), ("b", b)):
+        require(x.dtype == torch.float8_e4m3fn, name, x.dtype, "float8_e4m3fn, for a weight in blocks")
+    blocks = a.shape[1] // 128
+    fits = b.dim() == 3 and b.shape[::2] == (blocks, 128) and b.shape[1] % 32 == 0 and a.shape[1] % 128 == 0
+    allowed = f"[n, k], or contiguous [k / 128, n, 128] for k {a.shape[1]}, n a multiple of 32"
+    require(fits and b.is_contiguous(), "b", tuple(b.shape), allowed)
 
 
 def _check_bias(bias, n: int, dtypes=_OUT) -> None:

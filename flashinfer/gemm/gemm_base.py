@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashinfer.compat.buffers import _get_cache_buf as _get_cache_buf
+
 # Bytes, upstream's number. Products here need no workspace.
 DEFAULT_WORKSPACE_SIZE = 40 * 1024 * 1024
 

@@ -66,7 +66,7 @@ def group_gemm_fp8_nt_groupwise(
     out : torch.Tensor, optional
         [M, N], rows contiguous.
     out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+        bfloat16, float16 or float32; by default bfloat16. Not read where `out` is given.
     backend : str
         "trtllm", "cutlass" or "auto": one result. Or a variant's name.
     segment_alignment : int
@@ -135,7 +135,7 @@ def group_deepgemm_fp8_nt_groupwise(
     out : torch.Tensor, optional
         [M, N], rows contiguous.
     out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+        bfloat16, float16 or float32; by default bfloat16. Not read where `out` is given.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def group_deepgemm_fp8_nt_groupwise(
 
 
 @checked
-@answering("deepgemm")
+@answering("deepgemm", denied=("cake",))
 def batch_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -195,7 +195,7 @@ def batch_deepgemm_fp8_nt_groupwise(
     out : torch.Tensor, optional
         [groups, M, N], rows contiguous.
     out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+        bfloat16, float16 or float32; by default bfloat16. Not read where `out` is given.
     backend : str
         "deepgemm" or "auto": one result. Or a variant's name.
 
@@ -365,7 +365,7 @@ def _groupwise(a, b, a_scale, b_scale, kind, groups, out, out_dtype, mnk, major,
     blocks = -(-a.shape[-1] // width)
     a_scale = given.scales("a_scale", a_scale, -(-a.shape[-2] // rows), blocks, major, tuple(a.shape[:-2]))
     b_scale = given.scales("b_scale", b_scale, -(-b.shape[1] // columns), blocks, major, (len(b),))
-    out = given.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, a)
+    out = given.result(out, (*a.shape[:-1], b.shape[1]), out_dtype if out is None else None, a)
     grouped(
         a, b, a_scale, b_scale, None, out, groups, None, kind, "fp32", width=width, rows=rows, columns=columns,
         expected=expected or -(-a.shape[-2] // max(len(b), 1)), backend=backend,
@@ -390,7 +390,7 @@ def _blocks(a, b, a_scale, b_scale, m_indptr, alpha, out, out_dtype, factors, ba
     rows = a.shape[0] + 127 * len(b) if padded else -(-a.shape[0] // 128) * 128
     a_scale = _factors_of_rows(a_scale, rows // 128 * 128, blocks)
     b_scale = given.factors("b_scale", b_scale, b.shape[1], blocks, "128x4", len(b))
-    out = given.result(out, (a.shape[0], b.shape[1]), out_dtype, a)
+    out = given.result(out, (a.shape[0], b.shape[1]), out_dtype if out is None else None, a)
     grouped(
         a, b, a_scale, b_scale, alpha, out, m_indptr, None, "offsets", scale, width=width, padded=padded,
         expected=-(-a.shape[0] // max(len(b), 1)), backend=backend,

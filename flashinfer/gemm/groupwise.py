@@ -20,7 +20,7 @@ __all__ = ["fp8_blockscale_gemm_sm90", "gemm_fp8_nt_blockscaled", "gemm_fp8_nt_g
 
 
 @replayed
-@answering("cutlass", "trtllm")
+@answering("cutlass", "trtllm", denied=("cutile",))
 def gemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -56,7 +56,7 @@ def gemm_fp8_nt_groupwise(
     out : torch.Tensor, optional
         [M, N], rows contiguous.
     out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+        bfloat16, float16 or float32; by default bfloat16. Not read where `out` is given.
     backend : str
         "cutlass" or "trtllm", whose scales differ as above, or a variant's name.
 
@@ -94,7 +94,7 @@ def gemm_fp8_nt_groupwise(
         require(a_major in ("MN", "K"), "scale_major_mode", scale_major_mode, "'MN', 'K'")
     a_scale = given.scales("a_scale", a_scale, a_rows, blocks, a_major)
     b_scale = given.scales("b_scale", b_scale, b_rows, blocks, b_major)
-    out = given.result(out, (a.shape[0], b.shape[0]), out_dtype, a)
+    out = given.result(out, (a.shape[0], b.shape[0]), out_dtype if out is None else None, a)
     _groupwise(a, b, a_scale, b_scale, out, (rows, columns, width), given.variant_of(backend, ("cutlass", "trtllm")))
     return out
 
@@ -130,7 +130,7 @@ def gemm_fp8_nt_blockscaled(
     out : torch.Tensor, optional
         [M, N], rows contiguous.
     out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+        bfloat16, float16 or float32; by default bfloat16. Not read where `out` is given.
 
     Returns
     -------

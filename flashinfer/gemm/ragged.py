@@ -438,7 +438,7 @@ def group_gemm_fp8_nt_groupwise_contiguous(
     out : torch.Tensor, optional
         [M, N] bfloat16, rows contiguous.
     out_dtype : torch.dtype, optional
-        Only bfloat16.
+        Only bfloat16. Not read where `out` is given.
     validate_indices : bool
         Read m_indices on the host, and refuse what is not sorted, not a group, or begins elsewhere than at a multiple
         of 128.
@@ -467,7 +467,8 @@ def group_gemm_fp8_nt_groupwise_contiguous(
     require(b.dim() == 3 and b.shape[1] % 128 == 0, "b", tuple(b.shape), "[groups, N, K] with N a multiple of 128")
     mnk = tuple(scale_granularity_mnk)
     require(mnk == (1, 128, 128), "scale_granularity_mnk", mnk, "(1, 128, 128)")
-    require(out_dtype in (None, torch.bfloat16), "out_dtype", out_dtype, "torch.bfloat16")
+    require(out is not None or out_dtype in (None, torch.bfloat16), "out_dtype", out_dtype, "torch.bfloat16")
+    require(out is None or out.dtype == torch.bfloat16, "out", None if out is None else out.dtype, "torch.bfloat16")
     require(m_indices.shape == a.shape[:1], "m_indices", tuple(m_indices.shape), f"[{a.shape[0]}], the rows of a")
     require(m_indices.dtype == torch.int32, "m_indices", m_indices.dtype, "int32")
     if validate_indices:

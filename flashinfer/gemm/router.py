@@ -1,4 +1,4 @@
-"""Router scores for few tokens, under upstream's names: one function for each hidden size and number of experts."""
+"""Router scores for few tokens, under upstream's names: one function for all, and one for each of some sizes."""
 
 from __future__ import annotations
 
@@ -49,6 +49,41 @@ def _router(k: int, n: int, dtype: torch.dtype, name: str):
     run.__name__ = run.__qualname__ = name
     run.__doc__ = _DOC.format(k=k, n=n, dtype=str(dtype).removeprefix("torch."), name=name)
     return answering()(run)
+
+
+@answering()
+@checked
+def mm_M1_16(mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool = True) -> None:
+    """Router scores of any number of experts for few tokens: ``out = mat_a @ mat_b``.
+
+    Parameters
+    ----------
+    mat_a : torch.Tensor
+        [m, k] bfloat16, m from 1 to 16.
+    mat_b : torch.Tensor
+        [k, n] bfloat16; column-major is fast.
+    out : torch.Tensor
+        [m, n] float32 or bfloat16, receives the result. Summed in float32 and rounded once.
+    launch_with_pdl : bool
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.gemm import mm_M1_16
+    >>> out = torch.empty(2, 3)
+    >>> mm_M1_16(torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16().T, out)
+    >>> out.unique()
+    tensor([8.])
+    """
+    require(mat_a.dim() == 2 and 1 <= mat_a.shape[0] <= 16, "mat_a", tuple(mat_a.shape), "[1 to 16, k]")
+    require(out.dtype in (torch.float32, torch.bfloat16), "out", out.dtype, "float32, bfloat16")
+    linear("mat_a", mat_a, "mat_b", mat_b, out, out.dtype, None)
 
 
 mm_M1_16_K6144_N256 = _router(6144, 256, torch.float32, "mm_M1_16_K6144_N256")

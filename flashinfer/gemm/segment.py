@@ -65,7 +65,7 @@ class SegmentGEMMWrapper:
         Parameters
         ----------
         x : torch.Tensor
-            [M, d_in] bfloat16 or float16, rows contiguous: the segments, one after another.
+            [M, d_in] bfloat16, float16, float8_e4m3fn or float8_e5m2, rows contiguous: the segments, one after another.
         weights : torch.Tensor
             [weights, d_in, d_out], or [weights, d_out, d_in] with `weight_column_major`; dtype of x, rows contiguous.
         batch_size : int
@@ -73,7 +73,7 @@ class SegmentGEMMWrapper:
         weight_column_major : bool
             Which of the two.
         out : torch.Tensor, optional
-            [M, d_out] in the dtype of x, rows contiguous.
+            [M, d_out] in the dtype of x, bfloat16 or float16 where that is FP8, rows contiguous.
         seg_lens : torch.Tensor, optional
             [batch_size] int32 or int64: the lengths of segments, one after another from row 0, up to M in all. This or
             `seg_indptr`.
@@ -86,8 +86,8 @@ class SegmentGEMMWrapper:
         Returns
         -------
         torch.Tensor
-            `out`, or a new tensor [M, d_out]. Summed in float32 and rounded once. Rows of no segment are 0 in a new
-            tensor, and stay as they are in `out`.
+            `out`, or a new tensor [M, d_out], bfloat16 where x is FP8. Summed in float32 and rounded once. Rows of no
+            segment are 0 in a new tensor, and stay as they are in `out`.
 
         Raises
         ------
@@ -97,7 +97,7 @@ class SegmentGEMMWrapper:
             count as rows of no segment.
         """
         floats = torch.bfloat16, torch.float16
-        given.check_matrix("x", x, 2, floats)
+        given.check_matrix("x", x, 2, (*floats, *given.FP8))
         given.check_matrix("weights", weights, 3, (x.dtype,))
         n, k = weights.shape[1:] if weight_column_major else weights.shape[:0:-1]
         given.same("weights", k, "x", x.shape[1], "d_in")
@@ -117,9 +117,11 @@ class SegmentGEMMWrapper:
                 fits = low >= 0 and high < len(weights)
                 require(fits, "weight_indices", f"{low} to {high}", f"0 to {len(weights) - 1}")
             weight_indices = weight_indices.to(x.device, non_blocking=True)
+        narrow = x.dtype in given.FP8
         if out is None:
-            out = torch.zeros(x.shape[0], n, dtype=x.dtype, device=x.device)
-        out = given.result(out, (x.shape[0], n), x.dtype, x)
+            out = torch.zeros(x.shape[0], n, dtype=torch.bfloat16 if narrow else x.dtype, device=x.device)
+        require(not narrow or out.dtype in floats, "out", out.dtype, "bfloat16, float16, with x in FP8")
+        out = given.result(out, (x.shape[0], n), None if narrow else x.dtype, x)
         grouped(
             x, weights, None, None, None, out, groups, weight_indices, kind,
             width=1, columns_first=not weight_column_major, expected=-(-x.shape[0] // max(batch_size, 1)),

@@ -13,7 +13,7 @@ from flashinfer.gemm.dense import mm_bf16
 from flashinfer.ops import layouts
 from flashinfer.quantization import nvfp4_quantize
 
-_UPSTREAM = ("auto", "cutlass", "cute-dsl", "cake")
+_UPSTREAM = ("auto", "cutlass", "cute-dsl", "cute-dsl-unfused", "cake")
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -40,7 +40,7 @@ def nvfp4_quantize_smooth(
     enable_pdl : bool, optional
         Programmatic dependent launch, as in `flashinfer.nvfp4_quantize`. It has no effect on results.
     backend : str
-        "auto", "cutlass", "cute-dsl" or "cake": one result. Or a variant's name.
+        "auto", "cutlass", "cute-dsl", "cute-dsl-unfused" or "cake": one result. Or a variant's name.
 
     Returns
     -------
@@ -112,7 +112,7 @@ def mm_nvfp4_svdquant(
     out : torch.Tensor, optional
         [m, n], rows contiguous; bfloat16 or float16.
     backend : str
-        "auto", "cutlass", "cute-dsl" or "cake": one result. Or a variant's name.
+        "auto", "cutlass", "cute-dsl", "cute-dsl-unfused" or "cake": one result. Or a variant's name.
     enable_pdl : bool, optional
         Programmatic dependent launch. It has no effect on results, and none on the launch yet.
 

@@ -36,6 +36,8 @@ from flashinfer.quantization.nvfp4_quantization_utils import (
     NVFP44Over6Config,
     NVFP44Over6ErrMode,
     make_nvfp4_global_scale,
+    nvfp4_4over6_code,
+    nvfp4_4over6_from_code,
     nvfp4_e4m3_max,
     resolve_nvfp4_4over6,
 )
@@ -59,6 +61,8 @@ __all__ = [
     "mxfp8_grouped_quantize",
     "mxfp8_quantize",
     "mxfp8_quantize_cute_dsl",
+    "nvfp4_4over6_code",
+    "nvfp4_4over6_from_code",
     "nvfp4_batched_quantize",
     "nvfp4_block_scale_interleave",
     "nvfp4_e4m3_max",

@@ -27,7 +27,7 @@ def e2m1_and_ufp8sf_scale_to_float(
     Parameters
     ----------
     e2m1_tensor : torch.Tensor
-        uint8 [M, K / 2].
+        uint8 [M, K / 2]. This and the others may be on devices of their own.
     ufp8_scale_tensor : torch.Tensor
         uint8 or float8_e4m3fn, any shape: the bytes of the layout.
     global_scale_tensor : torch.Tensor, optional
@@ -42,7 +42,8 @@ def e2m1_and_ufp8sf_scale_to_float(
     Returns
     -------
     torch.Tensor
-        float32 [M, K], on the device of the codes. The product with the global scale is the one that is rounded.
+        float32 [M, K] on the host, as upstream has it, wherever the codes are. The product with the global scale is
+        the one that is rounded.
 
     Raises
     ------
@@ -66,7 +67,8 @@ def e2m1_and_ufp8sf_scale_to_float(
         scale = _rows.scale_tensor("global_scale_tensor", global_scale_tensor, e2m1_tensor)
     factor = "ue8m0" if ufp8_type == 0 else "e4m3"
     names = "e2m1_tensor", "ufp8_scale_tensor"
-    return _rows.float_of_fp4(names, e2m1_tensor, ufp8_scale_tensor, scale, factor, sf_vec_size, layout)
+    factors = ufp8_scale_tensor.to(e2m1_tensor.device)
+    return _rows.float_of_fp4(names, e2m1_tensor, factors, scale, factor, sf_vec_size, layout).cpu()
 
 
 @checked
@@ -87,7 +89,7 @@ def mxfp4_dequantize(
     Returns
     -------
     torch.Tensor
-        float32 [M, K], on the device of the codes.
+        float32 [M, K] on the host, as upstream has it, wherever the codes are.
 
     Raises
     ------
@@ -102,7 +104,7 @@ def mxfp4_dequantize(
     tensor([3., 3.])
     """
     layout = _rows.layout_name("sfLayout", sfLayout)
-    return _rows.float_of_fp4(("a_fp4", "a_sf"), a_fp4, a_sf, None, "ue8m0", 32, layout)
+    return _rows.float_of_fp4(("a_fp4", "a_sf"), a_fp4, a_sf.to(a_fp4.device), None, "ue8m0", 32, layout).cpu()
 
 
 @checked

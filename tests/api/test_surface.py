@@ -74,7 +74,8 @@ def test_the_check_sees_what_it_should():
 
 def test_modules_that_upstream_imports_are_attributes():
     """In a process of its own: imports elsewhere would set them."""
-    paths = "comm.trtllm_mnnvl_ar", "fused_moe.core", "fused_moe.fused_routing_dsv3", "gemm.gemm_base"
+    paths = ("comm.trtllm_mnnvl_ar", "fused_moe.core", "fused_moe.fused_routing_dsv3", "gemm.gemm_base",
+             "gemm.routergemm")  # fmt: skip
     names = [f"flashinfer.{path}" for path in paths]
     code = f"import flashinfer\nfor module in {', '.join(names)}: print(module.__name__)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -84,8 +85,10 @@ def test_modules_that_upstream_imports_are_attributes():
 def test_modules_of_upstream_that_functions_are_imported_from():
     from flashinfer import fused_moe, gemm
     from flashinfer.fused_moe import core
-    from flashinfer.gemm import gemm_base
+    from flashinfer.gemm import gemm_base, routergemm
 
+    for name in routergemm.__all__:
+        assert getattr(routergemm, name) is getattr(gemm, name)
     for name in gemm.__all__:
         assert getattr(gemm_base, name) is getattr(gemm, name)
     for name in ("trtllm_fp8_per_channel_scale_routed_moe", "trtllm_mxint4_block_scale_routed_moe"):

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ from flashinfer._core import kernel_cache
 from flashinfer.autotuner import (
     AutoTuner,
     ConstraintSpec,
+    DynamicDim,
     DynamicTensorSpec,
     MeasurementPolicy,
+    StaticDim,
     TunableRunner,
     TuningConfig,
     autotune,
+    is_in_profile_measurement,
     measure,
 )
 
@@ -43,13 +48,14 @@ class Double(TunableRunner):
     last = None
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.seen = [], set()
 
     def get_valid_tactics(self, inputs, profile):
         return list(self.tactics)
 
     def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
         self.calls.append((tuple(inputs[0].shape), tuple(inputs[1].shape), tactic))
+        self.seen.update({inputs[0].max().item()} if tactic == 0 and len(inputs[0]) > 4 else ())
         Double.last = self.milliseconds.get(tactic)
         if tactic == 2:
             raise RuntimeError("no such tile")
@@ -111,7 +117,10 @@ def test_a_choice_of_another_runner(tuner, monkeypatch):
     found, index, tactic, profile = tuner.search_cache(
         "double", [Double(), Slower()], autotuner.profiles.shapes_of(inputs_of(5)), CONFIG, inputs_of(5)
     )
-    assert (found, index, tactic) == (True, 1, 7) and profile == ((4, 3), (4, 2), (), ())
+    assert (found, index, tactic) == (True, 1, 7) and profile.get_opt_shapes() == ((4, 3), (4, 2), (0,), (0,))
+    assert profile.shapes[0] == [DynamicDim(4, 4, 8), StaticDim(3)] and profile.shapes[1][0] == DynamicDim(4, 4, 4)
+    assert profile.get_hash_key() == profile.get_opt_shapes() and profile.tensor_initializers == [None] * 4
+    assert tuner.search_cache("other", [Double()], ((5, 3), (5, 2)), CONFIG) == (False, 0, -1, None)
 
 
 def test_the_fallback_wins_where_it_is_fastest(tuner, monkeypatch):
@@ -174,9 +183,160 @@ def test_tensors_are_made_for_other_sizes(tuner):
         return torch.full(shape, 3, dtype=dtype, device=device)
 
     config = TuningConfig(CONFIG.dynamic_tensor_specs, CONFIG.constraint_specs, ((0, make),))
-    _, batches = tuner.prepare_tactic_profile(inputs_of(4), config)
-    assert [x[0].shape[0] for x in batches] == [4, 8, 16] and made == [(8, 3), (16, 3)]
-    assert (batches[1][0] == 3).all() and batches[1][2:] == [None, 5] and batches[1][1].shape == (8, 2)
+    seen = []
+    hooked = replace(config, inputs_pre_hook=lambda inputs: seen.append(inputs) or [inputs[0] * 5, *inputs[1:]])
+    runner = Double()
+    with autotune():
+        choose(tuner, 4, [runner], hooked)
+    assert [x[0].shape[0] for x in seen] == [4, 8, 16] and made == [(8, 3), (16, 3)]
+    assert (seen[1][0] == 3).all() and seen[1][2:] == [None, 5] and seen[1][1].shape == (8, 2)
+    assert runner.seen == {15.0}
+
+
+def test_inputs_of_successive_calls_are_those_of_the_caller(tuner):
+    inputs = inputs_of(4)
+    config, batches = tuner.prepare_tactic_profile(inputs, CONFIG)
+    assert config == CONFIG and len(batches) == 1 and all(x is y for x, y in zip(batches[0], inputs, strict=True))
+    with autotune(False, tuning_buckets=(10, 20), round_up=True):
+        (spec,) = tuner.prepare_tactic_profile(inputs, CONFIG)[0].dynamic_tensor_specs
+    assert spec.gen_tuning_buckets == (10, 20) and spec.map_to_tuning_buckets(11) == 20
+
+
+def test_contexts_in_one_another(tuner):
+    """Each has from the one around it what it does not say; operations are skipped, and tactics measured, by any."""
+    def mapped(n=12):
+        return tuner.get_effective_map_to_tuning_buckets(CONFIG)(n)
+
+    with autotune(True, tuning_buckets=(10, 20), skip_ops="double", cuda_graph_profile_replays=7):
+        assert tuner.mode.skipped == {"double"} and mapped() == 10
+        with autotune(False, round_up=True, skip_ops=["other", "third"]):
+            assert tuner.is_tuning_mode and mapped() == 20 and tuner.mode.replays == 7
+            assert tuner.mode.skipped == {"double", "other", "third"}
+            with autotune(tuning_buckets=(5,), round_up=False):
+                assert mapped() == 5
+        assert mapped() == 10 and tuner.mode.skipped == {"double"} and choose(tuner) == (0, -1)
+        assert choose(tuner, op="d") != (0, -1)
+    assert not tuner.is_tuning_mode and mapped() == 8 and not tuner.mode.skipped
+    # A context that fails leaves nothing behind. Buckets are one thread's, measuring is all threads'.
+    with pytest.raises(ZeroDivisionError), autotune(skip_ops="double"):
+        raise ZeroDivisionError
+    with autotune(tuning_buckets=(3,), skip_ops="double"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: (tuner.is_tuning_mode, mapped(), tuner.mode.skipped)).result() == (True, 8, set())
+    assert not tuner.is_tuning_mode and len(tuner._modes.stack) == 1
+    with pytest.raises(ValueError, match="^skip_ops: got"), autotune(skip_ops=[3]):
+        pass
+    with flashinfer.autotune_v2(persistent_cache=False, skip_ops="double"):
+        assert choose(tuner) == (0, -1)
+
+
+def test_rounding_up_to_buckets_that_a_function_makes(tuner):
+    """The next power of 2 stands for a size, as far as there is a bucket; rounding down is what the operation says."""
+    spec = DynamicTensorSpec((0,), (0,), lambda n: (32, 96, 64, 192), lambda n: n // 2)
+    config = TuningConfig((spec,))
+    for round_up, expected in ((True, [32, 64, 192, 192]), (False, [8, 32, 40, 500]), (None, [8, 32, 40, 500])):
+        with autotune(False, round_up=round_up):
+            mapping = tuner.get_effective_map_to_tuning_buckets(config)
+            assert [mapping(n) for n in (16, 64, 80, 1000)] == expected
+
+
+def test_a_config_says_how_candidates_are_timed(tuner, monkeypatch):
+    timed = []
+    monkeypatch.setattr(measure, "milliseconds", lambda call, timing, device: timed.append(timing) or 1.0)
+
+    def timing(policy=None, **fields):
+        timed.clear()
+        tuner.clear_cache()
+        with flashinfer.autotune_v2(persistent_cache=False, measurement_policy=policy):
+            choose(tuner, config=TuningConfig(**fields))
+        return timed[0]
+
+    assert (timing().replays, timing().cold, timing().repeat) == (None, False, 10)
+    found = timing(use_cuda_graph=True, cuda_graph_profile_replays=3, profiling_repeat=4, use_cold_l2_cache=True)
+    assert (found.replays, found.cold, found.repeat) == (12, True, 4)
+    policy = MeasurementPolicy("eager", False)
+    found = timing(policy, use_cuda_graph=True, use_cold_l2_cache=True)
+    assert (found.replays, found.cold, found.eager) == (None, False, True)
+    assert timing(MeasurementPolicy("cuda_graph")).replays == 10
+    fields = dict(use_cold_l2_graph_replay=True, value_aware_input_indices=(0,), profile_arena_input_indices=(0, 1))
+    assert timing(**fields).repeat == 10
+
+
+class Bare(TunableRunner):
+    """Has no preparation; its fallback cannot run. `is_in_profile_measurement` holds while it is timed alone."""
+
+    def __init__(self):
+        self.calls, self.profiles = [], []
+
+    def get_valid_tactics(self, inputs, profile):
+        self.profiles.append(profile.get_opt_shapes())
+        return [0, 1]
+
+    def forward(self, inputs, tactic=-1):
+        self.calls.append((tactic, is_in_profile_measurement()))
+        if tactic == -1:
+            raise RuntimeError("no fallback")
+        Double.last = 5 - tactic
+        return inputs[0] + 1
+
+
+class Prepared(Bare):
+    def forward(self, inputs, tactic=-1, do_preparation=False):
+        if do_preparation:
+            self.calls.append(("prepared", tactic))
+            return None
+        return super().forward(inputs, tactic)
+
+
+class Compiled(Prepared):
+    def precompile_tactics(self, inputs, tactics, profile, **kwargs):
+        self.calls.append(("compiled", tuple(tactics)))
+        return True
+
+
+def test_runners_prepare_themselves_if_they_can(tuner):
+    for kind, first in ((Bare, []), (Prepared, [("prepared", -1)]), (Compiled, [("compiled", (0, 1))])):
+        tuner.clear_cache()
+        runner = kind()
+        with autotune():
+            assert tuner.choose_one("bare", [runner], TuningConfig(), inputs_of(5)) == (runner, 1)
+        assert [call for call in runner.calls if isinstance(call[0], str)] == first
+        assert {call for call in runner.calls if not isinstance(call[0], str)} >= {(0, True), (1, True), (-1, False)}
+        assert runner.profiles == [((5, 3), (5, 2), (0,), (0,))]
+    assert not is_in_profile_measurement()
+
+
+def test_statistics(tuner):
+    choose(tuner)
+    with autotune():
+        choose(tuner)
+    stats = tuner.stats
+    assert stats.cache_misses == 1 and stats.cache_miss_config_collection == {"double": {((4, 3), (4, 2), (0,), (0,))}}
+    assert stats.tuned_op_total_configs == stats.tuned_op_successful_configs == {"double": 3}
+    assert stats.failed_tactics == {"double::Double": {2, 3}} and len(stats.failed_profiling_count["double"]) == 3
+    assert "double: 3 of 3" in str(stats)
+    tuner.reset_statistics()
+    assert tuner.stats.cache_misses == 0 and not tuner.stats.failed_tactics
+
+
+def test_buckets_of_sizes():
+    buckets = (100, 200, 500, 1000)
+    down, up = ([autotuner.round_to_nearest_bucket(n, buckets, way) for n in (1, 200, 350, 2000)] for way in (0, 1))
+    assert down == [100, 200, 200, 1000] and up == [100, 200, 500, 1000]
+    assert [autotuner.make_bucket_mapper((500, 100, 100), up)(300) for up in (False, True)] == [100, 500]
+    with pytest.raises(ValueError, match="^buckets: got"):
+        autotuner.make_bucket_mapper(())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_initializers(dtype):
+    made = {
+        name: getattr(autotuner, f"autotuner_initializer_{name}")((50, 4), dtype, torch.device("cpu"))
+        for name in ("empty", "zeros", "ones", "randn", "rand", "rand_scaled")
+    }
+    assert all(x.shape == (50, 4) and x.dtype == dtype for x in made.values())
+    assert (made["zeros"].float() == 0).all() and (made["ones"].float() == 1).all()
+    rand, scaled = made["rand"].float(), made["rand_scaled"].float()
+    assert 0 <= rand.min() <= rand.max() <= 1 and -5 <= scaled.min() < -2 and 2 < scaled.max() <= 5
 
 
 def test_a_file_of_choices(tuner, tmp_path, caplog):

@@ -18,12 +18,12 @@ CHOICES = {
     gemm.gemm_alpha_beta: "cutile", gemm.masked_bmm: "cutile", gemm.ragged_bmm: "cutile",
     flashinfer.grouped_mm_bf16: "cudnn", flashinfer.grouped_mm_fp8: "cudnn", flashinfer.grouped_mm_fp4: "cudnn",
     flashinfer.grouped_mm_mxfp8: "cudnn", grouped_mm.moe_gemm_fp8_nt_groupwise: "cute",
-    flashinfer.top_k_varlen: "radix",
+    fused_moe.fused_topk_deepseek: "default", flashinfer.top_k_varlen: "radix",
 }  # fmt: skip
 ALONE = [
     gemm.gemm_fp8_nt_blockscaled, gemm.fp8_blockscale_gemm_sm90, gemm.group_deepgemm_fp8_nt_groupwise,
     gemm.group_gemm_mxfp4_nt_groupwise, gemm.group_gemm_nvfp4_nt_groupwise, gemm.grouped_gemm_nt_masked,
-    gemm.tinygemm_bf16, gemm.mm_M1_16_K7168_N256, gemm.tgv_gemm_sm100, fused_moe.fused_topk_deepseek,
+    gemm.tinygemm_bf16, gemm.mm_M1_16_K7168_N256, gemm.tgv_gemm_sm100,
     fused_moe.cute_dsl_fused_moe_nvfp4, norm.fused_rmsnorm_silu, quantization.nvfp4_kv_quantize,
 ]  # fmt: skip
 
@@ -50,7 +50,13 @@ def test_without_backends(function):
 
 
 def test_a_denied_backend_is_one_all_the_same():
-    assert gemm.mm_fp4.has_backend("cute-dsl") and not gemm.mm_fp4.is_backend_supported("cute-dsl", 90)
+    denied = {
+        gemm.mm_fp4: ["cute-dsl", "cake"], gemm.bmm_bf16: ["cake", "tgv"], gemm.bmm_fp8: ["cute-dsl"],
+        gemm.gemm_fp8_nt_groupwise: ["cutile"], gemm.batch_deepgemm_fp8_nt_groupwise: ["cake"],
+    }  # fmt: skip
+    for function, backends in denied.items():
+        for backend in backends:
+            assert function.has_backend(backend) and not function.is_backend_supported(backend, 90)
 
 
 def test_skip_check(device):

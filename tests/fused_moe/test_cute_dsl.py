@@ -304,3 +304,81 @@ def test_compiled_calls_are_one_op(device):
 
     given = call["x"], call["token_selected_experts"]
     assert_bitwise(torch.compile(once, backend="eager", fullgraph=True)(*given), once(*given))
+
+
+def by_turns_of_32(w):
+    """Rows of halves, up and gate, as 32 of one, 32 of the other and so on."""
+    up, gate = w.chunk(2, dim=1)
+    groups = zip(up.split(32, dim=1), gate.split(32, dim=1), strict=True)
+    return torch.cat([rows for pair in groups for rows in pair], 1)
+
+
+@pytest.mark.parametrize("name", ["swiglu", *ACTS])
+def test_experts_in_16_bits(way, device, name):
+    """Rows of the up-projection and of the gate by turns of 32; an output of the caller's, and ranks of experts."""
+    options, act = ACTS.get(name, ({}, swiglu))
+    x, _, xd = random("fp16", tokens(device), H, device=device)
+    high = M if name == "relu2" else 2 * M
+    (w1, _, v1), (w2, _, v2) = (weights("fp16", E, n, k, device) for n, k in ((high, H), (H, M)))
+    ids, s = chosen(device)
+    stored = w1 if name == "relu2" else by_turns_of_32(w1)
+    guard = Guarded((tokens(device), H), FP16, device)
+    out = flashinfer.cute_dsl_fused_moe_bf16(
+        x, ids, s, stored, w2, E, K, moe_output=guard.out, tactic=(128, (128, 64), (128, 64)), **options
+    )
+    assert out is guard.out
+    guard.check()
+    check(out, (xd, v1, v2, ids, s), act=act)
+    wrapper = flashinfer.CuteDslBf16MoEWrapper(E, K, H, M, output_dtype=FP16, **options)
+    assert_bitwise(wrapper.run(x, ids, s, stored, w2), out)
+    part = flashinfer.cute_dsl_fused_moe_bf16(x, ids, s, stored[1:], w2[1:], E, K, E - 1, 1, **options)
+    check(part, (xd, v1[1:], v2[1:], ids, s), act=act, offset=1)
+
+
+def test_experts_in_16_bits_of_no_tokens(device):
+    x, w1, w2 = (torch.zeros(shape, dtype=BF16, device=device) for shape in ((0, H), (E, 2 * M, H), (E, H, M)))
+    ids, s = torch.zeros(0, K, dtype=torch.int32, device=device), torch.zeros(0, K, device=device)
+    assert flashinfer.cute_dsl_fused_moe_bf16(x, ids, s, w1, w2, E, K).shape == (0, H)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(3, H)}, {"w1_weight": torch.zeros(E, 96, H, dtype=BF16)}, {"num_local_experts": E + 1},
+        {"w2_weight": torch.zeros(E, H, M)}, {"token_selected_experts": torch.zeros(3, 1, dtype=torch.int32)},
+        {"token_final_scales": torch.zeros(3, K, dtype=torch.int32)}, {"activation_type": ActivationType.Gelu},
+        {"local_expert_offset": 1}, {"moe_output": torch.zeros(3, H)}, {"situ_linear_beta": 1.0},
+        {"swiglu_limit": 0.0},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_bad_input_of_experts_in_16_bits(change):
+    call = {"x": torch.zeros(3, H, dtype=BF16), "token_selected_experts": torch.zeros(3, K, dtype=torch.int32)}
+    call |= {"token_final_scales": torch.ones(3, K), "w1_weight": torch.zeros(E, 2 * M, H, dtype=BF16)}
+    call |= {"w2_weight": torch.zeros(E, H, M, dtype=BF16), "num_experts": E, "top_k": K}
+    (name,) = change
+    with pytest.raises(ValueError, match=f"^{name}: got .*allowed: "):
+        flashinfer.cute_dsl_fused_moe_bf16(**call | change)
+
+
+def test_bad_input_of_the_wrapper_of_16_bits():
+    with pytest.raises(ValueError, match="^output_dtype: got torch.float32"):
+        flashinfer.CuteDslBf16MoEWrapper(E, K, H, M, output_dtype=torch.float32)
+    wrapper = flashinfer.CuteDslBf16MoEWrapper(E, K, H, M)
+    x, w1, w2 = (torch.zeros(shape, dtype=BF16) for shape in ((3, H), (E, 2 * M, H), (E, H, M)))
+    ids, s = torch.zeros(3, K, dtype=torch.int32), torch.ones(3, K)
+    with pytest.raises(ValueError, match="^x: got torch.float16"):
+        wrapper.run(x.half(), ids, s, w1, w2)
+    with pytest.raises(ValueError, match="^w1_weight: got"):
+        wrapper.run(x, ids, s, w1[:, :M], w2)
+
+
+def test_older_names_of_mxfp8_with_mxfp4(device):
+    call, truth, given = layer(device, "w4a8")
+    expected = run(call, quant_mode="w4a8", output_dtype=BF16, swiglu_limit=2.0)
+    call.pop("fc2_input_scale")
+    again = flashinfer.cute_dsl_fused_moe_mxfp8_mxfp4(**call, num_experts=E, top_k=K, swiglu_limit=2.0)
+    assert again.dtype == BF16
+    assert_bitwise(again, expected)
+    wrapper = flashinfer.CuteDslMxfp8Mxfp4MoEWrapper(E, K, H, M, 99, device=device, swiglu_limit=2.0)
+    assert_bitwise(wrapper.run(**call), expected)

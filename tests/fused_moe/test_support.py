@@ -6,6 +6,7 @@ import torch
 import flashinfer
 from flashinfer import utils
 from flashinfer._core.target import named, override
+from flashinfer.fused_moe import utils as moe_utils
 from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets
 from flashinfer.testing.compare import assert_bitwise
 
@@ -60,10 +61,40 @@ def test_token_buckets():
     assert get_hybrid_num_tokens_buckets(100, 4) == (4, 8, 16, 32, 64, 100)
     middle = (512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
     assert get_hybrid_num_tokens_buckets(16384) == (*powers, *middle, 8192, 16384)
-    assert get_hybrid_num_tokens_buckets(5000, 3072) == (3072, 3584, 4096, 5000)
-    for bounds, argument in (((4, 5), "max_num_tokens"), ((4, 0), "min_num_tokens")):
-        with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):
-            get_hybrid_num_tokens_buckets(*bounds)
+    assert get_hybrid_num_tokens_buckets(5000, 3072) == (*middle, 5000)
+    assert get_hybrid_num_tokens_buckets(600, 100) == (100, 200, 512, 600)
+    assert get_hybrid_num_tokens_buckets(4, 5) == (4,) and get_hybrid_num_tokens_buckets(4, 0) == (1, 2, 4)
+    with pytest.raises(ValueError, match="^max_num_tokens: got 0; allowed: "):
+        get_hybrid_num_tokens_buckets(0)
+
+
+@pytest.mark.parametrize("most", [1, 100, 256, 700, 4096, 9000, 16384])
+def test_buckets_of_numbers_of_tokens(most):
+    """A number's bucket is the least that holds it: a tuner finds the profile that it measured."""
+    buckets = get_hybrid_num_tokens_buckets(most)
+    for x in {*range(-1, 20), *(b + d for b in buckets for d in (-1, 0, 1)), 2 * most}:
+        expected = min((b for b in buckets if b >= x), default=most)
+        assert moe_utils.map_to_hybrid_bucket(x, most) == expected
+        assert moe_utils.make_hybrid_bucket_mapper(most)(x) == expected
+        if x <= most:
+            assert min(moe_utils.map_to_hybrid_bucket_uncapped(x), most) == expected
+    assert moe_utils.make_hybrid_bucket_mapper(most) is moe_utils.make_hybrid_bucket_mapper(most)
+    assert moe_utils.map_to_hybrid_bucket_uncapped(16385) == 32768
+
+
+def test_shared_buffers():
+    """One for each name, which grows; the memory of one that was outgrown stays as it was."""
+    from flashinfer.compat import buffers
+    from flashinfer.gemm import gemm_base
+
+    get, device = gemm_base._get_cache_buf, torch.device("cpu")
+    first = get("a test", 64, device, zero_init=True)
+    assert first.dtype == torch.uint8 and first.shape == (64,) and not first.any()
+    first += 3
+    assert get("a test", 16, device) is first and get("another", 64, device) is not first
+    grown = get("a test", 65, device)
+    assert len(grown) == 65 and get("a test", 1, device) is grown and (first == 3).all()
+    assert any(kept is first for kept in buffers._outgrown)
 
 
 def test_low_latency_weights():

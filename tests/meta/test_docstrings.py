@@ -15,16 +15,22 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 # Functions that raise nothing of their own: they state facts, or have nothing to refuse.
 RAISE_NOTHING = {
-    "api_logging.flashinfer_api", "autotune_cache.autotune_v2_reload", "autotuner.get_autotune_process_group",
+    "api_logging.flashinfer_api", "autotune_cache.autotune_v2_reload", "autotuner.autotuner_initializer_empty",
+    "autotuner.autotuner_initializer_ones", "autotuner.autotuner_initializer_rand",
+    "autotuner.autotuner_initializer_rand_scaled", "autotuner.autotuner_initializer_randn",
+    "autotuner.autotuner_initializer_zeros", "autotuner.get_autotune_process_group",
+    "autotuner.is_in_profile_measurement",
     "collect_env.collect_env_info", "collect_env.format_report", "collect_env.main", "comm.vllm_meta_size",
     "fused_moe.get_scratchpad_size_bytes", "fused_moe.has_monomoe", "gdn_kernels.gdn_fused_decode_step_supported",
     "kda_prefill.kda_prefill_supports_fp32_checkpoints", "moe_ep.available_communication_backends",
     "norm.supports_gated_residual_next_rmsnorm", "norm.supports_gated_residual_rmsnorm",
-    "norm.supports_rmsnorm_sigmoid_gate", "quantization.nvfp4_e4m3_max", "topk.can_implement_filtered_topk",
+    "norm.supports_rmsnorm_sigmoid_gate", "quantization.nvfp4_4over6_code", "quantization.nvfp4_e4m3_max",
+    "topk.can_implement_filtered_topk",
 }  # fmt: skip
 # Methods with parameters that raise nothing of their own.
 METHODS_RAISE_NOTHING = {
     "attention._core.BatchAttention.prewarm_paged_kv_stride_variant",
+    "autotuner.autotuner.AutoTuner.prepare_tactic_profile",
     "autotuner.kept.Kept.load_configs", "autotuner.kept.Kept.save_configs",
     "autotuner.profiles.TunableRunner.get_cache_key_extras",
     "cascade.multi_level.MultiLevelCascadeAttentionWrapper.prewarm_paged_kv_stride_variant",

@@ -1,5 +1,7 @@
 """Block-scaled quantisation, bit for bit against the formats' specifications in float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -63,7 +65,9 @@ def test_mxfp4(variant, device, shape, layout):
     if x.numel():
         values = flashinfer.mxfp4_dequantize(codes, factors, LAYOUTS[layout])
         wide = truth.ue8m0(expected).repeat_interleave(32, 1)
-        assert_same(values, (truth.decode("e2m1", nibbles) * wide).float())
+        # On the host, as upstream's.
+        assert_same(values, (truth.decode("e2m1", nibbles) * wide).float().cpu())
+        assert_same(flashinfer.mxfp4_dequantize(codes, factors.cpu(), LAYOUTS[layout].value), values)
 
 
 def test_column_major_rows(variant, device):
@@ -338,10 +342,37 @@ def test_recipe_of_the_environment(monkeypatch, device):
         assert torch.equal(out[0], by_environment[0]) is same
     assert float(quantization.make_nvfp4_global_scale(x, True)) == pytest.approx(1 / 2688, rel=1e-7)
     assert float(quantization.make_nvfp4_global_scale(x, False, global_scale=3.5)) == 3.5
-    assert float(quantization.make_nvfp4_global_scale(x * 0, False)) == 2688
+    assert float(quantization.make_nvfp4_global_scale(x, True, 3.5)) == pytest.approx(1 / 2688, rel=1e-7)
+    for empty in (torch.zeros_like(x), x[:0]):
+        largest = quantization.make_nvfp4_global_scale(empty, False)
+        assert_bitwise(largest, torch.full((1,), torch.finfo(torch.float32).max, device=device))
+        made = flashinfer.nvfp4_quantize(empty, largest, nvfp4_4over6=None)
+        assert not any(part.view(torch.uint8).any() for part in made)
+    assert NVFP44Over6Config(err_mode="mse") == NVFP44Over6Config(err_mode=1)
     for bad in (dict(e4m3_max=300), dict(err_mode="RMS")):
         with pytest.raises(ValueError, match=next(iter(bad))):
             NVFP44Over6Config(**bad)
+
+
+def test_recipes_as_numbers_and_text():
+    names = {"NVFP44Over6Config": NVFP44Over6Config, "NVFP44Over6ErrMode": quantization.NVFP44Over6ErrMode}
+    codes = set()
+    for largest, mode, fast in itertools.product((448, 256), (0, 1), (False, True)):
+        recipe = NVFP44Over6Config(largest, mode, fast)
+        code = quantization.nvfp4_4over6_code(recipe)
+        assert code == 1 + 2 * (largest == 256) + 4 * mode + 16 * fast
+        assert quantization.nvfp4_4over6_from_code(code) == recipe == eval(repr(recipe), names)
+        codes.add(code)
+    assert quantization.nvfp4_4over6_code(None) == 0 and quantization.nvfp4_4over6_from_code(0) is None
+    left_out = quantization.nvfp4_4over6_from_code(-1)
+    assert left_out is not None and quantization.resolve_nvfp4_4over6(left_out) is None
+    assert repr(NVFP44Over6Config()) == "NVFP44Over6Config()"
+    for code in set(range(-3, 40)) - codes - {-1}:
+        if 0 <= code < 32 and code % 2 == 0:
+            assert quantization.nvfp4_4over6_from_code(code) is None
+        else:
+            with pytest.raises(ValueError, match=f"^code: got {code}; allowed: "):
+                quantization.nvfp4_4over6_from_code(code)
 
 
 @each_layout
@@ -358,8 +389,9 @@ def test_dequantize(variant, device, layout, factor, width):
         is_sf_8x4_layout=layout == "8x4",
     )  # fmt: skip
     convert = quantization.e2m1_and_ufp8sf_scale_to_float
-    assert_same(convert(codes, flat, **options), expected.float())
-    assert_same(convert(codes, flat, scale, **options), (expected * scale.double()).float())
+    # On the host, as upstream's, from any devices.
+    assert_same(convert(codes, flat, **options), expected.float().cpu())
+    assert_same(convert(codes, flat.cpu(), scale, **options), (expected * scale.double()).float().cpu())
     if (layout, factor) == ("linear", "ue8m0"):
         assert_same(flashinfer.mxfp4_dequantize_host(codes, factors), expected.float())
         groups = quantization.mxfp4_dequantize_host(codes[:, :32], flat[:11], group_size=64)
@@ -549,7 +581,7 @@ BAD = {
         lambda x: FP4(x, None, 32, True, nvfp4_4over6=NVFP44Over6Config()), (ROWS,), "nvfp4_4over6",
     ),
     "a recipe that is none": (lambda x: FP4(x, SCALE, nvfp4_4over6=1), (ROWS,), "nvfp4_4over6"),
-    "a layout that is none": (flashinfer.nvfp4_quantize, (ROWS, SCALE, 2), "sfLayout"),
+    "a layout that is none": (flashinfer.nvfp4_quantize, (ROWS, SCALE, 3), "sfLayout"),
     "shuffling without tiles": (flashinfer.nvfp4_quantize, (ROWS, SCALE, LAYOUTS["linear"], True), "do_shuffle"),
     "named rows without scales of rows": (
         lambda x: flashinfer.nvfp4_quantize(x, 1.0, expanded_idx_to_permuted_idx=torch.zeros(2).int()),

@@ -23,7 +23,7 @@ class Problem:
     - a [batch, M, .] and b [batch, N, .]: rows contiguous, the other strides any; e2m1 is uint8, two elements a byte.
     - a_scale, b_scale: float32 [batch, ceil(M / rows), ceil(K / width)] and [batch, ceil(N / columns),
       ceil(K / width)] with any strides for "fp32"; else uint8 [batch, .], flat in the layout; None where there is none.
-    - alpha: float32 [1], or None. out: rows contiguous, the other strides any.
+    - alpha: float32 [1] or [M], or None. out: rows contiguous, the other strides any.
 
     Attributes
     ----------
@@ -41,8 +41,8 @@ class Problem:
         Rows of a, and of b, that share a scale of "fp32"; 1 for factors.
     a_layout, b_layout : str
         Layout of the factors: "linear", "128x4" or "8x4"; "" for "fp32", and for an operand without factors.
-    alpha : bool
-        Whether there is an alpha.
+    alpha : str
+        Whether there is an alpha: "one", a factor for each of the "rows" of a, or "".
     shuffled : bool
         The rows of b, and of its factors, are in the order of `get_shuffle_matrix_a_row_indices` with blocks of 32.
     aligned : bool
@@ -62,7 +62,7 @@ class Problem:
     columns: int = 1
     a_layout: str = ""
     b_layout: str = ""
-    alpha: bool = False
+    alpha: str = ""
     shuffled: bool = False
     aligned: bool = True
     whole: bool = True
@@ -116,10 +116,12 @@ def _catalog() -> Iterator[Problem]:
     groupwise = dict(scale="fp32", width=128, columns=128)
     yield Problem("fp8e4nv", "fp8e4nv", out="bf16", tokens=256, **groupwise)
     yield Problem("fp8e4nv", "fp8e5", out="fp16", tokens=16, rows=128, aligned=False, whole=False, **groupwise)
-    yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 64, alpha=True, shuffled=True, a_layout="8x4", b_layout="128x4")
+    yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 64, alpha="one", shuffled=True, a_layout="8x4", b_layout="128x4")
     yield Problem("fp8e4nv", "fp8e4nv", "ue8m0", 32, "bf16", 128, a_layout="linear", b_layout="linear")
-    yield Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 16, alpha=True, b_layout="128x4")
+    yield Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 16, alpha="one", b_layout="128x4")
     yield Problem("e2m1", "e2m1", "ue8m0", 32, "bf16", 256, a_layout="128x4", b_layout="128x4")
+    yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 16, alpha="rows", a_layout="128x4", b_layout="128x4")
+    yield Problem("e2m1", "fp8e5", "ue8m0", 32, "fp32", 16, a_layout="128x4", b_layout="128x4")
 
 
 def _quantize_catalog() -> Iterator[Quantize]:

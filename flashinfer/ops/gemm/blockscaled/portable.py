@@ -3,7 +3,7 @@
 Grid: gemm_kernel (tiles of [BM, BN], K slices, batch); sum_kernel (blocks of columns, rows), which adds the K slices.
 Warps: all share a tile. Shared memory: operand tiles of Triton's software pipeline.
 Inputs: a [batch, m, k] and b [batch, n, k] as codes or 16 bits, their factors in the layouts of
-`flashinfer/ops/layouts.py` or float32 for blocks of ROWS or COLUMNS by WIDTH, alpha [1].
+`flashinfer/ops/layouts.py` or float32 for blocks of ROWS or COLUMNS by WIDTH, alpha [1] or [m].
 Outputs: out [batch, m, n]; with K slices float32 [slices, batch, m, n].
 Method: OCP Microscaling Formats (MX) Specification 1.0, 2023; docs/rooms/gemm-blockscaled.md.
 """
@@ -37,7 +37,7 @@ def gemm_kernel(
     a, b, out, alpha, M, N, K,
     SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
     COMPUTE: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, CAPABILITY: tl.constexpr,
+    BK: tl.constexpr, ALPHA: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """A program computes a tile [BM, BN] of the result for one K slice."""
     row_tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
@@ -74,17 +74,21 @@ def gemm_kernel(
             at_a, row_ok, row, a_scale, at_b, column_ok, column, b_scale, begin, end, K, a.scale_row, b.scale_row,
             a.FORMAT, b.FORMAT, SCALE, WIDTH, a.LAYOUT, b.LAYOUT, ALIGNED, COMPUTE, WHOLE, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
-    if alpha is not None:
+    if ALPHA == "one":
         sum *= tl.load(alpha)
+    elif ALPHA == "rows":
+        sum *= tl.load(alpha + row, row_ok, other=0)[None, :]
     to = out.rows + batch * multiple(out.batch, out.UNIT) + slice_index * multiple(out.slice_index, out.UNIT)
     store_tile(to, sum, row, row_ok, column, column_ok, multiple(out.row, out.UNIT), out.SHUFFLED)
 
 
 @triton.jit
 def sum_kernel(
-    slices, alpha, out, rows, N, M, count, out_batch, out_row, UNIT: tl.constexpr, BLOCK: tl.constexpr
+    slices, alpha, out, rows, N, M, count, out_batch, out_row,
+    UNIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of `count` K slices [count, rows, N] in order, times alpha. A batch entry has M rows."""
+    """The sum of `count` K slices [count, rows, N] in order, times alpha, of all or of each row. A batch
+    entry has M rows."""
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     N = multiple(N, UNIT)
@@ -92,8 +96,10 @@ def sum_kernel(
     sum = tl.zeros([BLOCK], tl.float32)
     for slice_index in range(count):
         sum += tl.load(slices + (slice_index * rows + row) * N + column, mask, other=0)
-    if alpha is not None:
+    if ALPHA == "one":
         sum *= tl.load(alpha)
+    elif ALPHA == "rows":
+        sum *= tl.load(alpha + row % M)
     out += row // M * multiple(out_batch, UNIT) + row % M * multiple(out_row, UNIT)
     tl.store(out + column, sum.to(out.dtype.element_ty), mask)
 
@@ -127,6 +133,7 @@ def build(problem, config):
         "BM": config.block_m,
         "BN": config.block_n,
         "BK": config.block_k,
+        "ALPHA": problem.alpha,
         "CAPABILITY": config.capability,
     }
     types = {name: kind for name, kind in types.items() if kind is not None}
@@ -155,7 +162,7 @@ def build_sum(problem, config):
     by = ":16" if problem.aligned else ""
     types = {"slices": f"*fp32{by}", "alpha": "*fp32", "out": f"*{problem.out}{by}"}
     types |= {"rows": "i64", "N": "i32", "M": "i32", "count": "i32", "out_batch": "i64", "out_row": "i64"}
-    constants = {"UNIT": 8 if problem.aligned else 1, "BLOCK": _SUM_BLOCK}
+    constants = {"UNIT": 8 if problem.aligned else 1, "ALPHA": problem.alpha, "BLOCK": _SUM_BLOCK}
     if not problem.alpha:
         del types["alpha"]
         constants["alpha"] = None
@@ -172,7 +179,7 @@ launch_sum = Launcher("gemm_blockscaled_sum", build_sum)
 
 def partial(problem):
     """The problem of one K slice: a float32 result, which `sum_kernel` reads."""
-    return replace(problem, out="fp32", alpha=False)
+    return replace(problem, out="fp32", alpha="")
 
 
 def kernels(problem, config):

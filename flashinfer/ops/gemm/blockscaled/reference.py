@@ -12,7 +12,7 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out):
     right = _wide(problem, b, problem.b, b_scale, problem.b_layout, problem.columns)
     product = left @ right.mT
     if alpha is not None:
-        product = product * alpha
+        product = product * (alpha[:, None] if problem.alpha == "rows" else alpha)
     if problem.shuffled:
         product = _unshuffled(product)
     out.copy_(product)

@@ -91,6 +91,7 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("offsets", "e2m1", "e2m1", "ue4m3", 16, "bf16", 128, alpha="groups", padded=True)
     yield Problem("counts", "e2m1", "e2m1", "ue4m3", 16, "bf16", 64, alpha="groups")
     yield Problem("lengths", "fp16", "fp16", "", 1, "fp16", 256, "i64", weights="i64", columns_first=True, whole=False)
+    yield Problem("lengths", "fp8e4nv", "fp8e4nv", "", 1, "bf16", 64, "i64", columns_first=True)
 
 
 grouped = Op(

@@ -67,6 +67,8 @@ class Problem:
     shape : str
         Which of alpha, beta and limit the activation has: "a", "b", "l" for float32 tensors [experts], "A", "B", "L"
         for scalars.
+    delta : str
+        Dtype of what is added to each pair's product after the bias, before the activation; "" for nothing.
     weighted : str
         Factor of the product before bias and activation: "" for none, "pair" for each pair, "row" for each row of x.
     aligned : bool
@@ -96,6 +98,7 @@ class Problem:
     channels: bool = False
     shape: str = ""
     weighted: str = ""
+    delta: str = ""
     aligned: bool = True
     whole: bool = True
     full: bool = True
@@ -150,8 +153,9 @@ class Weights(NamedTuple):
 class Finish(NamedTuple):
     """Arguments of the epilogue, float32. scale, scale_out : [1] or [experts]. alpha, beta, limit : [experts].
 
-    weight : [pairs] or [rows]. numbers : alpha, beta and limit where they are scalars. "situ" uses the first two,
-    "swiglu_step" and "clamped_relu2" the last.
+    weight : [pairs] or [rows]. delta : [tokens, top_k, n], contiguous, the factor's columns first and then the gate's.
+    numbers : alpha, beta and limit where they are scalars. "situ" uses the first two, "swiglu_step" and "clamped_relu2"
+    the last.
     """
 
     scale: torch.Tensor | None = None
@@ -161,6 +165,7 @@ class Finish(NamedTuple):
     limit: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    delta: torch.Tensor | None = None
 
 
 def extents(codes: torch.Tensor, encoding: str, block: int) -> tuple[int, int]:
@@ -177,6 +182,7 @@ def _product_catalog() -> Iterator[Problem]:
     for tile in (16, 128):
         yield Problem("fp8_block", "fp8_block", "bf16", tile, gather=True, act="swiglu")
     yield Problem("bf16", "mxfp4", "bf16", 16, gather=True, act="swiglu", bias="bf16", shape="abl")
+    yield Problem("bf16", "bf16", "bf16", 16, gather=True, act="swiglu", paired=1, shuffle=32, block=64, delta="bf16")
     for tile in (16, 128):
         yield Problem(
             "bf16", "mxfp4", "bf16", tile, gather=True, act="swiglu", weight_layout="strips", bias="bf16",

@@ -167,7 +167,7 @@ def refuses_sm90(problem, target) -> str:
         return "weights in groups, shuffled or in blocks: it copies boxes of rows"
     if p.act not in ("", "swiglu") or p.shape:
         return f"activation {p.act!r} with {p.shape!r}: it has swiglu"
-    if p.bias or p.weighted or p.channels or p.scale_out == "ratio":
+    if p.bias or p.delta or p.weighted or p.channels or p.scale_out == "ratio":
         return "biases, factors of rows or of columns, or ratios"
     if not p.aligned:
         return "operands that cannot be copied in boxes"
@@ -202,8 +202,8 @@ def refuses_fragments(problem, target) -> str:
         return f"scale factors in {p.weight_layout!r}: it has strips"
     if p.act not in ("", "swiglu") or not set(p.shape) <= set("abl"):
         return f"activation {p.act!r} with {p.shape!r}: it has swiglu with tensors"
-    if p.scale or p.scale_out or p.channels or p.weighted:
-        return "factors of the product or of rows"
+    if p.scale or p.scale_out or p.channels or p.weighted or p.delta:
+        return "factors of the product or of rows, or what is added to a pair's"
     if not p.aligned:
         return "operands that cannot be copied in boxes"
     return "" if p.whole else "halves of gated weights that are not whole tiles"

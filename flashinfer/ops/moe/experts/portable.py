@@ -60,8 +60,9 @@ def promoted_product(b, a, b_factor, a_factor, gate_factor, column, acc, SCALED:
 
 
 @triton.jit
-def epilogue(acc, finish, weights, expert, row, row_ok, column, n):
-    """The epilogue of a product [rows, columns]: factors, bias, activation. `row` indexes finish.weight."""
+def epilogue(acc, finish, weights, expert, row, pair, row_ok, column, logical, n):
+    """The epilogue of a product [rows, columns]: factors, bias, activation. `row` indexes finish.weight, `column` the
+    stored rows of the weights, `logical` the columns of the result before the activation."""
     factor = 1.0
     if finish.scale is not None:
         factor = entry(finish.scale, expert, finish.scale_entries)
@@ -73,6 +74,10 @@ def epilogue(acc, finish, weights, expert, row, row_ok, column, n):
         acc *= tl.load(weights.channels + at)[None, :]
     if weights.bias is not None:
         acc += tl.load(weights.bias + at).to(tl.float32)[None, :]
+    if finish.delta is not None:
+        half = logical // 2 + logical % 2 * (n // 2) if finish.GATED else logical
+        at_delta = finish.delta + pair.to(tl.int64)[:, None] * n + half[None, :]
+        acc += tl.load(at_delta, row_ok[:, None] & (logical < n)[None, :], other=0).to(tl.float32)
     limit = tl.load(finish.limit + expert) if finish.limit is not None else finish.limit_number
     if finish.GATED:
         up, gate = tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))
@@ -209,7 +214,8 @@ def product_kernel(
     if SWAP:
         acc = tl.trans(acc)
 
-    y = epilogue(acc, finish, weights, expert, pair if finish.WEIGHTED == "pair" else source, row_ok, stored, n)
+    weighted = pair if finish.WEIGHTED == "pair" else source
+    y = epilogue(acc, finish, weights, expert, weighted, pair, row_ok, stored, column, n)
     if GATED:
         result = strip * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
         width = n // 2
@@ -263,6 +269,7 @@ def build(p, c) -> Build:
         "finish.scale_out": "*fp32" if p.scale_out else None,
         **{f"finish.{name}": "*fp32" if name[0] in p.shape else None for name in ("alpha", "beta", "limit")},
         "finish.weight": "*fp32" if p.weighted else None,
+        "finish.delta": f"*{p.delta}" if p.delta else None,
         **dict.fromkeys(("finish.scale_entries", "finish.scale_out_entries"), "i32"),
         **dict.fromkeys(("finish.alpha_number", "finish.beta_number", "finish.limit_number"), "fp32"),
         "out": "*u8" if p.out == "fp8" else f"*{p.out}:16",
@@ -343,6 +350,7 @@ def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> N
         "finish.beta": finish.beta,
         "finish.limit": finish.limit,
         "finish.weight": finish.weight,
+        "finish.delta": finish.delta,
         "finish.scale_entries": 0 if finish.scale is None else finish.scale.numel(),
         "finish.scale_out_entries": 0 if finish.scale_out is None else finish.scale_out.numel(),
         "finish.alpha_number": finish.numbers[0],

@@ -105,6 +105,9 @@ def _finish(problem, finish, weights, y, pair, source, expert):
     if problem.bias:
         stored, _ = weight_rows(problem, y.shape[1], y.device)
         y = y + weights.bias[expert][stored].float()
+    if problem.delta:
+        delta = finish.delta.flatten(0, 1)[pair].float()
+        y = y + (delta.unflatten(1, (2, -1)).mT.flatten(1) if problem.act in GATED else delta)
     if problem.act in GATED:
         y = _gated(problem, finish, y[:, 0::2], y[:, 1::2], expert)
     else:

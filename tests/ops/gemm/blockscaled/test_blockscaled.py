@@ -93,6 +93,28 @@ def test_mm_fp4(variant, device, m, n, k, nvfp4):
     assert_bitwise(small, out)
 
 
+@sizes((1, 40, 128), (18, 40, 160), large=LARGE)
+@pytest.mark.parametrize("nvfp4", [True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_mm_fp4_with_a_factor_of_each_row(variant, device, monkeypatch, m, n, k, nvfp4, parts):
+    """Also where K is split; another number of factors is refused."""
+    from flashinfer.ops.gemm.blockscaled import portable
+
+    monkeypatch.setattr(portable, "splits", lambda tiles, blocks, sms: parts)
+    a, b = fp4(m, n, k, device, nvfp4)
+    options = dict(block_size=16 if nvfp4 else 32, use_nvfp4=nvfp4)
+    given = a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4")
+    alpha = torch.rand(m, device=device) + 0.1
+    out = torch.full((m, n + 8), float("nan"), dtype=BF16, device=device)
+    flashinfer.mm_fp4(*given, alpha, out=out[:, :n], **options)
+    check(out[:, :n], a.values, b.values, alpha.double()[:, None])
+    assert out[:, n:].isnan().all()
+    column = flashinfer.mm_fp4(*given, generate.strided(alpha[:, None], gap=3), backend="cake", **options)
+    assert_bitwise(column, out[:, :n].contiguous())
+    with pytest.raises(ValueError, match="^alpha: got"):
+        flashinfer.mm_fp4(*given, torch.ones(m + 1, device=device), **options)
+
+
 def test_mm_fp4_of_a_shuffled_weight(variant, device):
     a, b = fp4(5, 128, 128, device)
     codes = flashinfer.shuffle_matrix_a(b.codes, 128)
@@ -100,6 +122,34 @@ def test_mm_fp4_of_a_shuffled_weight(variant, device):
     factors = flashinfer.shuffle_matrix_sf_a(b.flat.view(torch.uint8).view(rows), 128)
     out = flashinfer.mm_fp4(a.codes, codes.mT, a.arranged("128x4"), factors, backend="trtllm")
     check(out, a.values, b.values)
+
+
+@pytest.mark.parametrize("a_element, b_element, width", [
+    ("e2m1", "e2m1", 16), ("e2m1", "e2m1", 32), ("e4m3", "e2m1", 32), ("e2m1", "e5m2", 32), ("e4m3", "e4m3", 32),
+])  # fmt: skip
+def test_tgv(variant, device, a_element, b_element, width):
+    """Factors in 128x4 tiles, whose dtype says their format; the bias is added before the one rounding."""
+    scale, dtype = ("ue4m3", torch.float8_e4m3fn) if width == 16 else ("ue8m0", torch.float8_e8m0fnu)
+    a, b = (scaled.operand((r, 192), e, scale, width, device) for r, e in ((5, a_element), (40, b_element)))
+    factors = [x.arranged("128x4").view(torch.uint8).view(dtype) for x in (a, b)]
+    given = a.codes, b.codes.mT
+    bias = torch.randn(40, device=device).to(torch.float16) * 100
+    guard = generate.Guarded((5, 40), torch.float16, device)
+    out = flashinfer.tgv_gemm_sm100(*given, bias, False, None, *factors)
+    flashinfer.tgv_gemm_sm100(*given, bias, out=guard.out, a_descale=factors[0], b_descale=factors[1])
+    guard.check()
+    assert out.dtype == bias.dtype
+    assert_bitwise(guard.out, out)
+    truth = a.values @ b.values.mT + bias.double()
+    same = (a.values.float() @ b.values.float().mT + bias.float()).to(out.dtype)
+    assert_close(out, same, truth)
+    assert flashinfer.tgv_gemm_sm100(*given, None, a_descale=factors[0], b_descale=factors[1]).dtype == BF16
+    with pytest.raises(ValueError, match="^b_descale: got torch.float32"):
+        flashinfer.tgv_gemm_sm100(*given, bias, a_descale=factors[0], b_descale=torch.ones(1, device=device))
+    if width == 32 and a_element != b_element:
+        with pytest.raises(ValueError, match="^[ab]: got torch.float8"):
+            narrow = [x.view(torch.uint8).view(torch.float8_e4m3fn) for x in factors]
+            flashinfer.tgv_gemm_sm100(*given, bias, a_descale=narrow[0], b_descale=narrow[1])
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "mxfp4"])
@@ -153,6 +203,9 @@ def test_mm_bf16_fp4(variant, device, m, n, k):
         prepared = flashinfer.prepare_bf16_fp4_weights(b.codes, b.arranged("128x4"), given, backend="cudnn")
         out = flashinfer.mm_bf16_fp4(a, *prepared, backend="cudnn")
         check(out, a.double(), b.values, 1.0 if given is None else 1.5)
+    for backend in ("cute-dsl", "cute-dsl-native", "blackwell-native", "blackwell-tiled"):
+        same = flashinfer.prepare_bf16_fp4_weights(b.codes, b.arranged("128x4"), alpha, backend=backend)
+        assert_bitwise(flashinfer.mm_bf16_fp4(a, *same, backend=backend), out)
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -247,6 +300,9 @@ def test_products_of_widened_operands(device, widened_first, m, n, k):
     flashinfer.mm_fp4(*given, alpha, out=out[:, :n])
     check(out[:, :n], a.values, b.values, 3.0)
     assert out[:, n:].isnan().all()
+    rows = torch.rand(m, device=device) + 0.1
+    flashinfer.mm_fp4(*given, rows, out=out[:, :n])
+    check(out[:, :n], a.values, b.values, rows.double()[:, None])
     a, b = (scaled.operand((2, r, k), "e4m3", "ue8m0", 32, device) for r in (m, n))
     out = flashinfer.bmm_mxfp8(a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4"), torch.float32)
     check(out, a.values, b.values)

@@ -44,6 +44,11 @@ def test_linear(strided, device):
     result = svdquant_linear(
         x, weight.codes, weight.arranged("128x4"), alpha, smooth, l2t, l1, scale, bias.expand(n).contiguous()
     )
+    again = svdquant_linear(
+        x, weight.codes, weight.arranged("128x4"), alpha, smooth, l2t, l1, scale, bias.expand(n).contiguous(),
+        backend="cute-dsl-unfused",
+    )  # fmt: skip
+    assert_bitwise(again, result)
     table = torch.cat((scaled.E2M1, -scaled.E2M1)).to(device)
     values = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1).flatten(1)
     _, rows = nvfp4_quantize(x * smooth, scale, SfLayout.layout_linear)

@@ -117,6 +117,25 @@ def test_mm_fp8(backend, device):
         assert_close(out, peer(a, weight.T, BF16, scale=scale), truth(a, weight.T, scale=scale))
 
 
+@kernels
+@pytest.mark.parametrize("a_dtype, b_dtype", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
+def test_mm_fp8_of_a_weight_as_it_is(backend, device, a_dtype, b_dtype):
+    """[n, k], of any n and k and any strides; with any of upstream's names, too."""
+    a = generate.randn(6, 144, dtype=a_dtype, device=device)
+    weight = generate.randn(40, 144, dtype=b_dtype, device=device)
+    alpha = torch.tensor(0.125)
+    out = flashinfer.mm_fp8(a, weight, alpha, backend=backend)
+    assert_close(out, peer(a, weight.T, BF16, scale=0.125), truth(a, weight.T, scale=0.125))
+    if backend == "reference":
+        for name in ("auto", "trtllm_low_latency", "cutedsl_low_latency", "cublas", "cudnn", "cutlass"):
+            assert_close(flashinfer.mm_fp8(a, weight, alpha, backend=name), out, truth(a, weight.T, scale=0.125))
+            assert flashinfer.mm_fp8.has_backend(name) or name == "auto"
+    columns = generate.strided(weight.T.contiguous(), gap=3).T
+    assert_bitwise(flashinfer.mm_fp8(a, columns, alpha, backend=backend), out)
+    with pytest.raises(ValueError, match=r"^b: got .*allowed: \[n, 144\]"):
+        flashinfer.mm_fp8(a, weight.T)
+
+
 @pytest.mark.parametrize("sms, dtype", [(1, FP16), (132, FP32)])
 def test_k_slices(device, sms, dtype):
     """132 multiprocessors have one tile to share: K is split, and the sum of the slices is the same every time.
@@ -138,6 +157,11 @@ def test_router_and_tiny(device):
         weight, out = generate.randn(n, 7168, dtype=BF16, device=device), torch.empty(3, n, dtype=dtype, device=device)
         assert run(a, weight.T, out) is None
         assert_close(out, peer(a, weight.T, dtype), truth(a, weight.T))
+    weight = generate.randn(72, 7168, dtype=BF16, device=device)
+    for few, dtype in ((a, BF16), (a[:1], FP32), (a.repeat(5, 1), FP32)):
+        out = torch.empty(len(few) + 1, 72, dtype=dtype, device=device).fill_(7)
+        assert gemm.mm_M1_16(few, weight.T, out[:-1]) is None and (out[-1] == 7).all()
+        assert_close(out[:-1], peer(few, weight.T, dtype), truth(few, weight.T))
     a, weight, bias = (generate.randn(*s, dtype=BF16, device=device) for s in ((3, 128), (32, 128), (32,)))
     out = torch.empty(3, 32, dtype=BF16, device=device)
     assert gemm.tinygemm_bf16(a, weight, out, bias) is None
@@ -183,6 +207,9 @@ def _ones(*shape, dtype=BF16):
         (lambda: gemm.mm_fp8(_ones(2, 128).to(E4M3), _ones(1, 48, 128).to(E4M3)), "b"),
         (lambda: gemm.tgv_gemm_sm100(_ones(2, 8), _ones(8, 8), None, a_descale=_ones(1)), "a_descale"),
         (lambda: gemm.tgv_gemm_sm100(_ones(2, 8).to(E4M3), _ones(8, 8).to(E4M3), None), "a_descale"),
+        (lambda: gemm.mm_M1_16(_ones(17, 8), _ones(8, 4), _ones(17, 4)), "mat_a"),
+        (lambda: gemm.mm_M1_16(_ones(1, 8), _ones(9, 4), _ones(1, 4)), "mat_b"),
+        (lambda: gemm.mm_M1_16(_ones(1, 8), _ones(8, 4), _ones(1, 4).half()), "out"),
         (lambda: gemm.mm_M1_16_K7168_N256(_ones(17, 7168), _ones(7168, 256), _ones(17, 256)), "mat_a"),
         (lambda: gemm.mm_M1_16_K7168_N256(_ones(1, 7168), _ones(7168, 256), _ones(1, 256)), "out"),
     ],

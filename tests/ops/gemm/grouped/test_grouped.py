@@ -160,6 +160,57 @@ def test_grouped_mm_unscaled(variant, device, lengths, n, k, element):
     check(out.to(dtype), a.double(), b.double(), members(lengths))
 
 
+def calls_with_out(device):
+    """{name: (call with out and perhaps out_dtype, shape of its result)} of functions that read the dtype off `out`."""
+    ones = {s: torch.ones(s, device=device) for s in ((256, 1), (2, 128, 1), (2, 256, 128), (256, 128))}
+    a, b = (ones[s].to(torch.float8_e4m3fn) for s in ((256, 128), (2, 256, 128)))
+    indptr, indices = generate.indptr([128, 128], device), torch.arange(256, device=device).int() // 128
+    counts, of_b = torch.tensor([128, 128], device=device).int(), torch.ones(2, 2, 1, device=device)
+    fp4 = [torch.full(x.shape[:-1] + (64,), 0x22, dtype=torch.uint8, device=device) for x in (a, b)]
+    tiles = [torch.full((n,), 127, dtype=torch.uint8, device=device) for n in (256 * 4, 2 * 256 * 4)]
+    mxfp4 = dict(block_size=32)
+    return {
+        "gemm_fp8_nt_groupwise": (
+            lambda **o: gemm.gemm_fp8_nt_groupwise(a, b[0], ones[256, 1], of_b[0], "K", **o), (256, 256)),
+        "group_gemm_fp8_nt_groupwise": (
+            lambda **o: gemm.group_gemm_fp8_nt_groupwise(a, b, ones[256, 1], of_b, indptr, scale_major_mode="K", **o),
+            (256, 256)),
+        "group_deepgemm_fp8_nt_groupwise": (
+            lambda **o: gemm.group_deepgemm_fp8_nt_groupwise(a, b, ones[256, 1], of_b, indices, **o), (256, 256)),
+        "batch_deepgemm_fp8_nt_groupwise": (
+            lambda **o: gemm.batch_deepgemm_fp8_nt_groupwise(
+                a.view(2, 128, 128), b, ones[2, 128, 1], of_b, counts, 128, **o), (2, 128, 256)),
+        "grouped_mm_bf16": (
+            lambda **o: grouped_mm.grouped_mm_bf16(a.to(BF16), b.to(BF16), indptr, **o), (256, 256)),
+        "grouped_mm_fp8": (lambda **o: grouped_mm.grouped_mm_fp8(a, b, indptr, **o), (256, 256)),
+        "grouped_mm_mxfp8": (lambda **o: grouped_mm.grouped_mm_mxfp8(a, b, *tiles, indptr, **o), (256, 256)),
+        "grouped_mm_fp4": (lambda **o: grouped_mm.grouped_mm_fp4(*fp4, *tiles, indptr, **mxfp4, **o), (256, 256)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", calls_with_out("cpu"))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dtype_of_a_result_that_is_given(device, name, dtype):
+    """It is that of `out`, whatever out_dtype says: its default is bfloat16."""
+    call, shape = calls_with_out(device)[name]
+    for more in ({}, {"out_dtype": BF16}):
+        out = torch.full(shape, NAN, dtype=dtype, device=device)
+        assert call(out=out, **more) is out
+        assert (out == 128).all()
+    assert call(out_dtype=dtype).dtype == dtype
+
+
+def test_dtype_of_a_result_of_contiguous_groups():
+    a, b = torch.ones(128, 128).to(torch.float8_e4m3fn), torch.ones(1, 128, 128).to(torch.float8_e4m3fn)
+    given = a, b, torch.ones(128, 1), torch.ones(1, 1, 1), torch.zeros(128, dtype=torch.int32)
+    out = poisoned(128, 128, "cpu")
+    assert (gemm.group_gemm_fp8_nt_groupwise_contiguous(*given, out=out, out_dtype=torch.float16) == 128).all()
+    with pytest.raises(ValueError, match="^out: got torch.float16"):
+        gemm.group_gemm_fp8_nt_groupwise_contiguous(*given, out=out.half())
+    with pytest.raises(ValueError, match="^out_dtype: got torch.float16"):
+        gemm.group_gemm_fp8_nt_groupwise_contiguous(*given, out_dtype=torch.float16)
+
+
 @shapes
 @pytest.mark.parametrize("column_major, index", [(True, torch.int32), (False, torch.int64)])
 def test_segment_gemm(variant, device, lengths, n, k, column_major, index):
@@ -182,6 +233,25 @@ def test_segment_gemm(variant, device, lengths, n, k, column_major, index):
     wrapper.run(x, given, len(lengths), column_major, chosen, seg_lens, weight_indices=order.to(index).to(device))
     found = torch.cat((order[members(lengths)], torch.full((2,), -1)))
     check(chosen, x.double(), weights.double(), torch.where(found == len(weights), -1, found))
+
+
+@pytest.mark.parametrize("column_major", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_segments_of_fp8(variant, device, dtype, column_major):
+    """Values as they are, without scales; a new tensor is bfloat16, and `out` says float16."""
+    lengths, n, k = [3, 0, 5], 24, 80
+    x, weights = (torch.randn(s, device=device).to(dtype) for s in ((sum(lengths), k), (len(lengths), n, k)))
+    given = weights if column_major else weights.mT.contiguous()
+    wrapper = flashinfer.SegmentGEMMWrapper(torch.empty(16, dtype=torch.int8, device=device))
+    seg_lens = torch.tensor(lengths, device=device)
+    made = wrapper.run(x, given, len(lengths), column_major, seg_lens=seg_lens)
+    assert made.dtype == BF16
+    out = poisoned(len(x), n, device, torch.float16)
+    wrapper.run(x, given, len(lengths), column_major, out, seg_lens)
+    for result in (made, out):
+        check(result, x.double(), weights.double(), members(lengths))
+    with pytest.raises(ValueError, match="^out: got torch.float32"):
+        wrapper.run(x, given, len(lengths), column_major, out.float(), seg_lens)
 
 
 def test_segments_from_the_host(variant, device):

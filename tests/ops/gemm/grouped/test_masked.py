@@ -105,7 +105,7 @@ def test_routers(device):
     """Every size of upstream's small router products, in the dtype that its name says."""
     from flashinfer import gemm
 
-    for name in [name for name in gemm.__all__ if name.startswith("mm_M1_16")]:
+    for name in [name for name in gemm.__all__ if name.startswith("mm_M1_16_")]:
         hidden, experts = (int(part[1:]) for part in name.split("_")[3:5])
         dtype = torch.bfloat16 if name.endswith("bf16") or experts == 128 else torch.float32
         a = generate.randn(3, hidden, dtype=torch.bfloat16, device=device)

@@ -9,7 +9,6 @@ from flashinfer import fused_moe
 from flashinfer._core.dispatch import Op
 from flashinfer._core.target import target_of
 from flashinfer.fused_moe import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout, experts, routing
-from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets as buckets
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from flashinfer.testing.generate import Guarded, strided
 from flashinfer.tllm_enums import SfLayout
@@ -185,12 +184,113 @@ def test_ranks_of_experts_add_up_and_rows_without_finalize_are_theirs(way, devic
         rounded = s.to(BF16)
         check(out, xd, d1[mine], d2[mine], ids, rounded, offset=first)
         rows, s_of, row = call(do_finalize=False)
+        assert row.shape == (ids.numel(),) and s_of.dtype == BF16
+        assert_bitwise(s_of, rounded)
+        row = row.view(ids.shape)
         assert torch.equal(row >= 0, (ids >= first) & (ids < first + count))
         total = torch.zeros(len(x), H, dtype=torch.float64, device=device)
         for choice in range(K):
             there = row[:, choice] >= 0
             total[there] += rows[row[there, choice].long()].double() * s_of[there, choice, None].double()
         assert_close(total.to(BF16), out, total)
+
+
+@pytest.mark.parametrize("given", ["logits", "packed", "float32", "bfloat16"])
+def test_weights_beside_rows_without_finalize(way, device, given):
+    """bfloat16, as upstream's, of logits and of packed ids; those of a pair as they came."""
+    layer, _ = bf16_layer(device)
+    ids, s = chosen(device)
+    rest = (*layer, E, K, None, None, M, 0, E)
+    options = dict(use_shuffled_weight=False, weight_layout=0, do_finalize=False)
+    if given == "logits":
+        logits = torch.randn(tokens(device), E, device=device)
+        rows, weights, row = fused_moe.trtllm_bf16_moe(
+            logits, torch.ones(E, device=device), *rest, 2.5, RoutingMethodType.Renormalize, **options
+        )
+        ids, s = routing.route(logits, None, RoutingMethodType.Renormalize, K)
+        assert_bitwise(weights, s.to(BF16))
+    else:
+        s = s.to(getattr(torch, given)) if given != "packed" else s
+        replay = torch.full((tokens(device) + 2, K), -7, dtype=torch.int16, device=device)
+        routed = packed(ids, s) if given == "packed" else (ids, s)
+        rows, weights, row = fused_moe.trtllm_bf16_routed_moe(routed, *rest, routing_replay_out=replay, **options)
+        assert_bitwise(weights, s.to(BF16) if given == "packed" else s)
+        assert_bitwise(replay[:-2], ids.to(torch.int16))
+        assert (replay[-2:] == -7).all()
+    assert rows.dtype == BF16 and row.dtype == torch.int32 and row.shape == (tokens(device) * K,)
+
+
+def with_delta(x, w1, delta, act):
+    """What the activation gives of each token and choice, in float64 and in bfloat16: [tokens * top_k, .]."""
+    found = []
+    for dtype in (torch.float64, BF16):
+        rows = []
+        for t, choices in enumerate(delta.to(dtype)):
+            rows += [act(w1[e].to(dtype) @ x[t].to(dtype) + choices[c]) for c, e in enumerate(with_delta.ids[t])]
+        found.append(torch.stack(rows))
+    return found
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "bf16 shuffled", "relu2", "mxint4", "mxfp8", "fp8_block", "nvfp4"])
+def test_what_adapters_add_to_the_first_product(way, device, encoding):
+    """Before the activation, the up-projection's columns first; what the activation gave comes back in the rows."""
+    hidden = middle = 256 if encoding == "fp8_block" else 128 if encoding == "nvfp4" else 64
+    kind = encoding.split()[0] if encoding != "relu2" else "bf16"
+    rows = "bf16" if kind in ("bf16", "mxint4") else kind
+    act = ACTS["Relu2" if encoding == "relu2" else "Swiglu"]
+    high = middle if encoding == "relu2" else 2 * middle
+    x, x_scale, xd = random(rows, tokens(device), hidden, device=device)
+    w1, s1, d1 = weights(kind, E, high, hidden, device)
+    w2, s2, d2 = weights(kind, E, hidden, middle, device)
+    ids, s = chosen(device)
+    ids = ids.clamp(min=0)
+    delta = torch.randn(tokens(device), K, high, device=device).to(BF16)
+    size = (E, K, None, None, middle, 0, E)
+    factor = torch.full((E,), 0.5, device=device), torch.full((E,), 2.0, device=device)
+    if kind == "bf16":
+        shuffled = encoding.endswith("shuffled")
+        if shuffled:
+            w1, w2 = arranged(w1, None, True)[0], arranged(w2, None, False)[0]
+        call = partial(
+            fused_moe.trtllm_bf16_routed_moe, (ids, s), x, w1, w2, *size, use_shuffled_weight=shuffled, weight_layout=0,
+            activation_type=ActivationType.Relu2 if encoding == "relu2" else ActivationType.Swiglu,
+        )  # fmt: skip
+    elif kind == "mxint4":
+        (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
+        s = s.to(BF16).float()
+        given = packed(ids, s), x, w1, s1, None, None, None, w2, s2, *size, None
+        call = partial(fused_moe.trtllm_mxint4_block_scale_routed_moe, *given)
+    elif kind == "nvfp4":
+        (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
+        scales = factor[0] * factor[1], factor[0], torch.ones(E, device=device)
+        given = (ids, s), None, x, x_scale, w1, s1, None, None, None, None, w2, s2, None, *scales, *size, None
+        call = partial(fused_moe.trtllm_fp4_block_scale_routed_moe, *given)
+    else:
+        x_scale = x_scale.T.contiguous() if kind == "fp8_block" else x_scale
+        quantization = Fp8QuantizationType.DeepSeekFp8 if kind == "fp8_block" else Fp8QuantizationType.MxFp8
+        call = partial(
+            fused_moe.trtllm_fp8_block_scale_routed_moe, (ids, s), None, x, x_scale, w1, s1, w2, s2, *size, None,
+            use_shuffled_weight=False, weight_layout=0, fp8_quantization_type=quantization,
+        )  # fmt: skip
+    with_delta.ids = ids.tolist()
+    truth, same = with_delta(xd, d1 * (0.5 if kind == "nvfp4" else 1.0), delta, act)
+    guard = Guarded((tokens(device), hidden), BF16, device)
+    out, row, activated = call(gemm1_lora_delta=delta, output=guard.out)
+    guard.check()
+    assert out is guard.out and row.shape == (tokens(device) * K,) and activated.shape[1] == middle
+    assert_close(activated[row.long()], same, truth)
+    through = between("nvfp4", 2.0) if kind == "nvfp4" else between(kind if kind in ("mxfp8", "fp8_block") else "bf16")
+    exact = torch.stack([through(h) / (2.0 if kind == "nvfp4" else 1.0) for h in activated[row.long()].double()])
+    pairs = torch.einsum("pk,pnk->pn", exact, d2[ids.flatten().long()] * (2.0 if kind == "nvfp4" else 1.0))
+    total = (pairs.view(-1, K, hidden) * s.double()[..., None]).sum(1)
+    assert_close(out, (pairs.to(BF16).view(-1, K, hidden) * s.to(BF16)[..., None]).sum(1), total)
+    unsummed = call(gemm1_lora_delta=delta, do_finalize=False)
+    assert len(unsummed) == 4
+    assert_bitwise(unsummed[2], row)
+    assert_bitwise(unsummed[3][row.long()], activated[row.long()])
+    assert_close(unsummed[0][row.long()], pairs.to(BF16), pairs)
+    with pytest.raises(ValueError, match="^gemm1_lora_delta: got"):
+        call(gemm1_lora_delta=delta[:, :, 1:])
 
 
 def test_from_logits(way, device):
@@ -475,6 +575,7 @@ BAD = [
     ("gemm1_alpha", {"activation_type": lambda c: 4, "gemm1_alpha": lambda c: torch.ones(E)}),
     ("gemm1_beta", {"gemm1_beta": lambda c: torch.ones(E - 1)}),
     ("gemm1_lora_delta", {"gemm1_lora_delta": lambda c: torch.ones(1)}),
+    ("gemm1_lora_delta", {"gemm1_lora_delta": lambda c: torch.ones(4, 2, 128, dtype=torch.int32)}),
     ("routing_replay_out", {"routing_replay_out": lambda c: torch.ones(1)}),
 ]
 
@@ -530,12 +631,3 @@ def test_compiled_calls_are_one_op(device):
         return fused_moe.cutlass_fused_moe(x, ids, s, w1, w2, BF16, None)[0]
 
     assert_bitwise(torch.compile(call, backend="eager", fullgraph=True)(x, ids, s), call(x, ids, s))
-
-
-def test_buckets():
-    doubling, steps = [2**i for i in range(9)], [*range(512, 2049, 256), *range(2560, 4097, 512)]
-    assert buckets(16384) == (*doubling, *steps, 8192, 16384)
-    assert buckets(600, 3) == (3, 6, 12, 24, 48, 96, 192, 384, 512, 600)
-    assert buckets(1) == (1,)
-    with pytest.raises(ValueError, match="^max_num_tokens: got .*allowed: "):
-        buckets(2, 3)

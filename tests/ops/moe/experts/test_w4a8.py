@@ -166,6 +166,36 @@ def test_nvfp4_with_scales_of_tokens(way, device, routed):
         check(out, xd * 1.2, v1, v2, ids, s, act=over_rows, of_expert=True, d1=d, d2=f, spacing=0.5)
 
 
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
+def test_shared_experts(way, device, encoding):
+    """Shared experts come after the routed ones, in weights and in ids; each token has them all."""
+    H = M = 128
+    count, shared = tokens(device), 2
+    x = torch.randn(count, H, device=device).bfloat16()
+    (w1, s1, v1), (w2, s2, v2) = (
+        (torch.cat((a, b)) for a, b in zip(weights(encoding, E, n, 128, device),
+                                           weights(encoding, shared, n, 128, device), strict=True))
+        for n in (2 * M, H)
+    )  # fmt: skip
+    (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
+    logits = torch.randn(count, E, device=device)
+    ids, s = (part.to(device) for part in fused_moe.routing.route(logits, None, 2, 2, n_group=1, topk_group=1))
+    ids = torch.cat((ids, torch.arange(E, E + shared, device=device).expand(count, -1)), 1).int()
+    s = torch.cat((s, torch.ones(count, shared, device=device)), 1)
+    given = (x, None, w1, s1, None, None, None, None, w2, s2, None, None, None, None, E, 2, 1, 1, M, 0, E, 1.0, 2)
+    by_logits = fused_moe.trtllm_fp4_block_scale_moe(logits, None, *given, num_fused_shared_experts=shared)[0]
+    by_ids = fused_moe.trtllm_fp4_block_scale_routed_moe((ids, s), None, *given, num_fused_shared_experts=shared)[0]
+    for out in (by_logits, by_ids):
+        check(out, x, v1, v2, ids, s, act=swiglu, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="error"):
+        check(by_ids, x, v1, v2, ids[:, :2], s[:, :2], act=swiglu, dtype=torch.bfloat16)
+    for name, change in (("num_fused_shared_experts", {22: 1}), ("num_fused_shared_experts", {19: 1, 20: 3}),
+                         ("topk_ids", {15: 3})):  # fmt: skip
+        bad = [change.get(i, value) for i, value in enumerate(given)]
+        with pytest.raises(ValueError, match=f"^{name}: got "):
+            fused_moe.trtllm_fp4_block_scale_routed_moe((ids, s), None, *bad, num_fused_shared_experts=shared)
+
+
 @pytest.mark.parametrize(
     "change", [dict(dtype=HALF), dict(count=3), dict(rows="bf16")], ids=["a dtype", "a count", "rows without"]
 )
@@ -185,6 +215,8 @@ def test_workspace(device):
     """Of the size that is asked for, or none: nothing is read or written there."""
     sizes = dict(max_num_tokens=4, hidden_size=H, intermediate_size=M, num_experts_total=E, top_k=2)
     size = fused_moe.cutlass_fused_moe_workspace_size(**sizes, x_dtype=HALF, weight_dtype=torch.uint8, device=device)
+    named = fused_moe.cutlass_fused_moe_workspace_size(**sizes, x_dtype=HALF, weight_dtype=HALF, backend="cutlass")
+    assert named == size
     workspace = torch.full((size,), 7, dtype=torch.uint8, device=device)
     (x, given, scales), *_ = int4_layer(device)
     ids, s = chosen(device)
@@ -194,6 +226,8 @@ def test_workspace(device):
     for name in sizes:
         with pytest.raises(ValueError, match=f"^{name}: got 0; allowed: 1 or more"):
             fused_moe.cutlass_fused_moe_workspace_size(**sizes | {name: 0}, x_dtype=HALF, weight_dtype=HALF)
+    with pytest.raises(ValueError, match="^backend: got 'cake'; allowed: "):
+        fused_moe.cutlass_fused_moe_workspace_size(**sizes, x_dtype=HALF, weight_dtype=HALF, backend="cake")
 
 
 BAD = {
