@@ -401,6 +401,6 @@ def attend_sm80_kernel(
                 gl.arange(0, partial.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COMBINE)))[None, :],
                 gl.arange(0, partial.SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
                 gl.arange(0, dims.D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],
-                tile_row, q_row, q_len, kv_head, num_kv_heads, out_by.token, out_by.head, partial.MANY, GROUP, dims.D_VO,
-                BLOCK_M, heads.SINKS, LSE, SOFTMAX,
+                tile_row, q_row, q_len, kv_head, num_kv_heads, out_by.token, out_by.head, partial.MANY, GROUP,
+                dims.D_VO, BLOCK_M, heads.SINKS, LSE, SOFTMAX,
             )  # fmt: skip
