@@ -93,7 +93,7 @@ class _Nvfp4:
 
     def write(self, rows: torch.Tensor) -> FP4Tensor:
         tokens = self.shape[0]
-        codes, factors, _ = _rows.quantize("out", rows.reshape(1, tokens, -1), "nvfp4", "linear", self.scale)
+        codes, factors, _ = _rows.quantize("out", rows.reshape(1, tokens, self.shape[1] * self.shape[2]), "nvfp4", "linear", self.scale)
         factors, out = factors.view(tokens, self.blocks), self.out
         if out is None:
             high, wide = layouts.padded(max(tokens, 1), self.blocks, "128x4")

@@ -116,7 +116,7 @@ def gdn_fused_decode_step(
     call = Call(mixed_qkv[:, None], conv_weight.T[None], conv_bias, conv_state, mixed[:, None], state_indices)
     run_conv(call, "silu", rolling=False, long=False, backend="auto")
     q, k, v = mixed.split([keys // 2, keys // 2, heads * value_dim], 1)
-    q, k = (x.view(batch, 1, -1, key_dim) for x in (q, k))
+    q, k = (x.view(batch, 1, x.shape[1] // key_dim, key_dim) for x in (q, k))
     gates = A_log, ba[:, None, heads:], dt_bias, ba[:, None, :heads]
     pool = Pool(ssm_state, ssm_state, state_indices)
     result = decode_tokens(q, k, v.view(batch, 1, heads, value_dim), gates, pool, scale_or_unset(scale, key_dim), out,

@@ -182,14 +182,13 @@ def _named(rows, q_len: int, tokens, extra, lens: tuple, offset: int, seq_lens, 
     What counts less than a table's first columns is -1 in it.
     """
     count, device = rows.shape[0], rows.device
-    require(tokens.numel() == count * tokens.shape[-1], "sparse_indices", tuple(tokens.shape), f"{count} rows")
-    tokens = integers(tokens.reshape(count, -1), "sparse_indices", device, (count, None))
+    tokens = _rows("sparse_indices", tokens, count, device)
     names = "swa_topk_lens", "sparse_topk_lens", "extra_sparse_topk_lens"
     of_window, total, of_extra = (flat_integers(t, name, device, count) for name, t in zip(names, lens, strict=True))
     if extra is not None:
         require(tokens.shape[1] <= _WINDOW, "sparse_indices", f"{tokens.shape[1]} columns",
                 f"at most {_WINDOW}, with extra_sparse_indices")  # fmt: skip
-        extra = integers(extra.reshape(count, -1), "extra_sparse_indices", device, (count, None))
+        extra = _rows("extra_sparse_indices", extra, count, device)
         if of_extra is not None:
             extra = _first(extra, of_extra + offset)
         elif total is not None:
@@ -217,6 +216,13 @@ def _named(rows, q_len: int, tokens, extra, lens: tuple, offset: int, seq_lens, 
         window = _first(tokens[:, :_WINDOW], of_window)
         tokens = torch.cat((window, tokens[:, _WINDOW:]), 1) if tokens.shape[1] > _WINDOW else window
     return tokens, total
+
+
+def _rows(name: str, indices: torch.Tensor, count: int, device) -> torch.Tensor:
+    """Indices [..., columns] of `count` rows as int32 [count, columns]."""
+    fits = indices.dim() > 0 and indices.numel() == count * indices.shape[-1]
+    require(fits, name, tuple(indices.shape), f"{count} rows")
+    return integers(indices.reshape(count, indices.shape[-1]), name, device, (count, None))
 
 
 def _first(tokens: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -229,6 +229,16 @@ def test_nvfp4_outputs(own, device):
         assert (flat[~touched] == 0x38).all()
 
 
+def test_nvfp4_outputs_of_no_request(device):
+    cache = torch.zeros(4, 2, 2, 16, 64, dtype=HALF, device=device)
+    tables, none = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((0, 2), (0,)))
+    out = trtllm_batch_decode_with_kv_cache(
+        torch.zeros(0, 4, 64, dtype=HALF, device=device), cache, torch.empty(0, dtype=torch.uint8, device=device),
+        tables, none, 20, out_dtype="nvfp4", o_sf_scale=1.0,
+    )  # fmt: skip
+    assert isinstance(out, FP4Tensor) and out.data.shape == (0, 4, 32)
+
+
 def test_statistics_of_the_softmax(device):
     x = batch([1] * 6, device)
     cache, tables, seq_lens = paged(x)

@@ -242,6 +242,26 @@ def test_bad_input_is_refused_by_name(argument):
         trtllm_batch_decode_with_kv_cache_mla(**call(x) | BAD[argument](x))
 
 
+def test_no_query(device):
+    cache = torch.zeros(3, 8, 64, dtype=HALF, device=device)
+    tokens = torch.zeros(0, 130, dtype=torch.int32, device=device)
+    run = partial(trtllm_batch_decode_sparse_mla_dsv4, torch.zeros(0, 4, 64, dtype=HALF, device=device), cache,
+                  workspace(device))  # fmt: skip
+    assert run(sparse_indices=tokens, compressed_kv_cache=cache).shape == (0, 4, 64)
+    both = run(sparse_indices=tokens[:, :70], extra_sparse_indices=tokens[:, :9], compressed_kv_cache=cache)
+    assert both.shape == (0, 4, 64)
+
+
+def test_tables_have_a_row_for_each_query():
+    q, cache = torch.zeros(2, 4, 64, dtype=HALF), torch.zeros(3, 8, 64, dtype=HALF)
+    near, far = torch.zeros(2, 70, dtype=torch.int32), torch.zeros(4, 9, dtype=torch.int32)
+    run = partial(trtllm_batch_decode_sparse_mla_dsv4, q, cache, workspace("cpu"), compressed_kv_cache=cache)
+    with pytest.raises(ValueError, match="^extra_sparse_indices: got"):
+        run(sparse_indices=near, extra_sparse_indices=far)
+    with pytest.raises(ValueError, match="^sparse_indices: got"):
+        run(sparse_indices=far)
+
+
 def test_dsv4_refuses_other_arguments():
     q, cache = torch.zeros(2, 4, 64, dtype=HALF), torch.zeros(3, 8, 64, dtype=HALF)
     run = partial(trtllm_batch_decode_sparse_mla_dsv4, q, cache, workspace("cpu"))

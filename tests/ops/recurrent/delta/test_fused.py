@@ -217,6 +217,16 @@ def test_fused_gdn_refuses(wrong):
         flashinfer.gdn_fused_decode_step(**given | wrong)
 
 
+def test_fused_gdn_of_no_request(device):
+    given = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((0, 8), (8, 4), (0, 4 * DIM))]
+    weight, conv = torch.zeros(4 * DIM, 4, device=device), torch.ones(5, 4 * DIM, 3, device=device)
+    state, numbers = torch.ones(5, 2, DIM, DIM, device=device), torch.zeros(2, device=device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    given += [weight.bfloat16(), None, conv.bfloat16(), numbers, numbers, 1.0, state, none]
+    out, conv, state = flashinfer.gdn_fused_decode_step(*given)
+    assert out.shape == (0, 1, 2, DIM) and (conv == 1).all() and (state == 1).all()
+
+
 def test_a_sequence_longer_than_its_slots_is_refused():
     """Before the convolution writes its state."""
     layer = Kimi(5, 1, 5)
