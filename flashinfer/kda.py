@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
+from flashinfer._core.checks import NoPlan, require
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INDICES,
@@ -447,7 +447,8 @@ class RecurrentKDAPrefillWrapper:
         ValueError
             Before plan(); as `recurrent_kda`.
         """
-        require(self._offsets is not None, "cu_seqlens", None, "a plan before run")
+        if self._offsets is None:
+            raise NoPlan("RecurrentKDAPrefillWrapper.run: got no plan; allowed: after plan()")
         return recurrent_kda(
             q,
             k,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import renamed, require
+from flashinfer._core.checks import NoPlan, renamed, require
 from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.copies import MadeOfWrappers
@@ -464,7 +464,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
             Before plan(); an operand of one part, by its name here; as the functions behind both parts.
         """
         if not self._tables:
-            raise ValueError("BatchPODWithPagedKVCacheWrapper.run: got no plan; allowed: after plan()")
+            raise NoPlan("BatchPODWithPagedKVCacheWrapper.run: got no plan; allowed: after plan()")
         for name, part in (("q_p", q_p), ("q_d", q_d)):
             require(part.dim() == 3, name, tuple(part.shape), "[rows, num_qo_heads, head_dim]")
         self._causal = causal_p

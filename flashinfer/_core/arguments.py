@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flashinfer._core import literals
-from flashinfer._core.checks import renamed, require
+from flashinfer._core.checks import WrongKind, renamed
 
 # {annotation: (test of a value, the kind's name in errors)}.
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -78,7 +78,7 @@ def untraced(function: Callable) -> Callable:
 
 
 def checked(function: Callable, traced: Callable | None = None) -> Callable:
-    """Refuse arguments of another kind than the annotations of a public function say, by a ValueError that names them.
+    """Refuse arguments of another kind than the annotations of a public function say, by a WrongKind that names them.
 
     A tensor on the meta device or without strides is no tensor here. Nothing is recorded for gradients. `traced` is
     called in the place of the function under torch.compile.
@@ -90,7 +90,7 @@ def checked(function: Callable, traced: Callable | None = None) -> Callable:
     ...     return x * scale
     >>> scaled([1.0])
     Traceback (most recent call last):
-    ValueError: x: got a list; allowed: a torch.Tensor with strides and memory
+    flashinfer._core.checks.WrongKind: x: got a list; allowed: a torch.Tensor with strides and memory
     """
 
     # At the first call: an import of the library would read some three thousand annotations.
@@ -138,6 +138,7 @@ def named(**names: str) -> Callable:
 
     Example
     -------
+    >>> from flashinfer._core.checks import require
     >>> @named(out_dtype="dtype")
     ... def product(dtype):
     ...     require(False, "out_dtype", dtype, "float32")
@@ -172,7 +173,7 @@ def _check_of(parameter: inspect.Parameter) -> Callable | None:
 
     def check(name: str, x) -> None:
         if x is not default and not any(test(x) for test in tests):
-            require(False, name, _shown(x), allowed)
+            raise WrongKind(f"{name}: got {_shown(x)}; allowed: {allowed}")
 
     return check
 

@@ -19,12 +19,27 @@ class CompileError(RuntimeError):
     """A kernel, or a function that a user gave it, does not compile; the message has file, line and reason."""
 
 
-class UnsupportedConfig(ValueError):
+# Errors of arguments are ValueErrors; these are the built-in kind as well that upstream raises, and callers catch.
+class UnsupportedConfig(ValueError, NotImplementedError):
     """No variant takes this problem; the message says why each refused."""
 
 
 class BackendSupportedError(ValueError):
     """A backend that does not serve a call, by the name that upstream has for the error."""
+
+
+class WrongKind(ValueError, TypeError):
+    """An argument of a kind that its parameter does not take."""
+
+
+class UnknownName(ValueError, KeyError):
+    """A layout or an encoding of positions by a name that none has."""
+
+    __str__ = Exception.__str__  # KeyError's puts the message in quotes.
+
+
+class NoPlan(ValueError, RuntimeError):
+    """A run of what has no plan yet."""
 
 
 _NAMES = {
@@ -45,11 +60,13 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 DTYPE_NAMES = tuple(_DTYPES)
 
 
+_ERRORS = {"backend": BackendSupportedError, "kv_layout": UnknownName}
+
+
 def require(condition: bool, argument: str, value, allowed: str) -> None:
     """Raise ValueError naming `argument`, its `value` and what is `allowed`, unless `condition` holds."""
     if not condition:
-        kind = BackendSupportedError if argument == "backend" else ValueError
-        raise kind(f"{argument}: got {value}; allowed: {allowed}")
+        raise _ERRORS.get(argument, ValueError)(f"{argument}: got {value}; allowed: {allowed}")
 
 
 def present(argument: str, value: _T | None, allowed: str = "a tensor") -> _T:
@@ -72,7 +89,7 @@ def require_tensor(name: str, value, optional: bool = False) -> None:
         require(value.device.type != "meta", name, "a tensor on meta", "a torch.Tensor with memory")
     elif not (optional and value is None):
         given = None if value is None else f"a {type(value).__module__}.{type(value).__name__}"
-        require(False, name, given, "a torch.Tensor, or None" if optional else "a torch.Tensor")
+        raise WrongKind(f"{name}: got {given}; allowed: {'a torch.Tensor, or None' if optional else 'a torch.Tensor'}")
 
 
 def number(name: str, value) -> Any:

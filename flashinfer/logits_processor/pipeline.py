@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer.logits_processor import operators
 from flashinfer.logits_processor.compiler import compile_pipeline
 from flashinfer.logits_processor.fusion_rules import FusionRule
 from flashinfer.logits_processor.legalization import infer_initial_type, legalize_processors
@@ -128,10 +129,15 @@ def _check_rules(rules) -> None:
 
 
 def _check_parameters(steps: list[Op], given: dict) -> None:
-    """Nothing is given that no step takes. A step that does not list its parameters may take anything."""
+    """Nothing is given that no step of any pipeline takes. A step that does not list its parameters takes anything.
+
+    Callers give pipelines of several kinds one set of parameters: a top_k stands for nothing where no step filters.
+    """
     ours = [step for step in steps if isinstance(step, ParameterizedOp) and step._lists_parameters()]
     if len(ours) == len(steps):
+        kinds = [kind for kind in vars(operators).values() if isinstance(kind, type)]
+        built_in = [kind for kind in kinds if issubclass(kind, ParameterizedOp)]
         # Results are deterministic in any case.
-        known = {name for step in ours for name in (*step.NEEDS, *step.TAKES)} | {"is_deterministic"}
+        known = {name for step in (*ours, *built_in) for name in (*step.NEEDS, *step.TAKES)} | {"is_deterministic"}
         for name, value in given.items():
             require(name in known, name, value, f"the runtime parameters {', '.join(sorted(known))}")

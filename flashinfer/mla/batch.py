@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.checks import dtype_name, present, require, require_tensor
+from flashinfer._core.checks import NoPlan, dtype_name, present, require, require_tensor
 from flashinfer._core.literals import Backend
 from flashinfer._direct.given import as_rows, flag, pair, real, whole
 from flashinfer.compat.wrappers import LatentNames
@@ -306,9 +306,8 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
                 bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, params=params,
             ))  # fmt: skip
         plan = None if self._base is None else self._planned()
-        if plan is None:
-            given = page_table is not None and kv_len is not None
-            require(given, "run", "no plan", "after plan(), or with page_table and kv_len")
+        if plan is None and (page_table is None or kv_len is None):
+            raise NoPlan("run: got no plan; allowed: after plan(), or with page_table and kv_len")
         shape = None
         if query is not None:
             require(q_nope is None and q_pe is None, "query", "a tensor", "None with q_nope and q_pe")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.torch_version import TorchVersion
 
-from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.checks import WrongKind, as_dtype, require
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.problem import alibi_slopes
 
@@ -152,7 +152,8 @@ def canonicalize_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     >>> canonicalize_torch_dtype("bfloat16")
     torch.bfloat16
     """
-    require(isinstance(dtype, (str, torch.dtype)), "dtype", dtype, "a torch.dtype or the name of one")
+    if not isinstance(dtype, (str, torch.dtype)):
+        raise WrongKind(f"dtype: got {dtype!r}; allowed: a torch.dtype or the name of one")
     return as_dtype(dtype)
 
 

@@ -120,3 +120,23 @@ def test_what_is_right_passes():
     for mask in (whole, whole.to(torch.uint8), whole.to(torch.int64)):
         torch.testing.assert_close(batch.prefill(custom_mask=mask), batch.prefill(custom_mask=whole))
     assert batch.ragged() is None and batch.single().shape == (5, 4, 64)
+
+
+def test_errors_are_the_built_in_kinds_too_that_callers_of_upstream_catch():
+    batch = Batch()
+    tensor = torch.randn(2, 4, 64)
+    with pytest.raises(KeyError, match="^kv_layout: got 'hnd'; allowed: 'NHD'"):
+        batch.decode(kv_layout="hnd")
+    with pytest.raises(KeyError, match="^pos_encoding_mode: got 'ROPE'; allowed: NONE, ROPE_LLAMA, ALIBI"):
+        batch.prefill(pos_encoding_mode="ROPE")
+    with pytest.raises(TypeError, match="^temperature: got 'hot'"):
+        flashinfer.sampling.softmax(tensor[0], temperature="hot")
+    with pytest.raises(TypeError, match="^dtype: got 3"):
+        flashinfer.utils.canonicalize_torch_dtype(3)
+    with pytest.raises(TypeError, match="^q: got "):
+        batch.decode(q=[1.0])
+    for wrapper in (flashinfer.BatchPrefillWithRaggedKVCacheWrapper, flashinfer.BlockSparseAttentionWrapper):
+        with pytest.raises(RuntimeError, match=f"^{wrapper.__name__}.run: got no plan"):
+            wrapper(batch.workspace).run(tensor, tensor, tensor)
+    with pytest.raises(NotImplementedError):
+        flashinfer.single_decode_with_kv_cache(tensor[0, :, :4], tensor[:, :, :4], tensor[:, :, :4])

@@ -211,7 +211,7 @@ def test_bad_calls():
     for call, argument in (
         (lambda: pipe(logits), "temperature"),
         (lambda: pipe(logits, temperature=0.0), "temperature"),
-        (lambda: pipe(logits, temperature=1.0, top_k=3), "top_k"),
+        (lambda: pipe(logits, temperature=1.0, topk=3), "topk"),
         (lambda: pipe(TaggedTensor.probs(logits), temperature=1.0), "x"),
         (lambda: LogitsPipe([Temperature()])(logits, temperature=-1.0), "temperature"),
         (lambda: LogitsPipe([Softmax(), TopK()])(logits, top_k=0), "top_k"),
@@ -296,3 +296,13 @@ def test_tensors_that_know_what_they_mean(device):
     x = torch.randn(2, 3, device=device)
     assert_bitwise(torch.softmax(TaggedTensor.logits(x), dim=-1), torch.softmax(x, dim=-1))
     assert str(TensorType.LOGITS) == "LOGITS" and repr(TensorType.PROBS) == "TensorType.PROBS"
+
+
+def test_a_parameter_of_other_pipelines_changes_nothing():
+    logits = torch.tensor([[0.0, 9.0, 1.0]]).repeat(64, 1)
+    for kind in (TensorType.LOGITS, TensorType.PROBS):
+        pipe = LogitsPipe([Sample(deterministic=True)], input_type=kind)
+        x = logits if kind is TensorType.LOGITS else torch.softmax(logits, -1)
+        others = ({}, dict(top_k=1), dict(top_p=0.1, temperature=2.0))
+        drawn = [pipe(x, seed=1, offset=0, **given) for given in others]
+        assert drawn[0].equal(drawn[1]) and drawn[0].equal(drawn[2])

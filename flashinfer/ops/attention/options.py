@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flashinfer._core.checks import as_dtype, dtype_name, number, require
+from flashinfer._core.checks import UnknownName, as_dtype, dtype_name, number, require
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, NARROW, POS_ENCODINGS, Q_DTYPES, wrong_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -120,8 +120,8 @@ def _checked(*values) -> PlanOptions:
         o_dtype=default_o_dtype(q_dtype, o.o_dtype),
     )  # fmt: skip
     _check_sizes(o)
-    known = o.pos_encoding_mode in POS_ENCODINGS
-    require(known, "pos_encoding_mode", repr(o.pos_encoding_mode), ", ".join(POS_ENCODINGS))
+    if o.pos_encoding_mode not in POS_ENCODINGS:
+        raise UnknownName(f"pos_encoding_mode: got {o.pos_encoding_mode!r}; allowed: {', '.join(POS_ENCODINGS)}")
     require(o.window_left >= -1, "window_left", o.window_left, "-1 (no window) or the keys before a query")
     _check_dtypes(o)
     _check_numbers(o)

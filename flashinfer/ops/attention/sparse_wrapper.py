@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import UnsupportedConfig, as_dtype, present, require
+from flashinfer._core.checks import NoPlan, UnsupportedConfig, as_dtype, present, require
 from flashinfer._core.literals import Backend
 from flashinfer.ops.attention.operands import check_given
 from flashinfer.ops.attention.options import PlanOptions
@@ -58,7 +58,7 @@ class BlockSparseWrapper:
 
     def _planned(self) -> Plan:
         if self._active is None:
-            raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
+            raise NoPlan(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
         return self._active
 
     def _change(self, pos_encoding_mode: str, logits_soft_cap, sm_scale) -> None:

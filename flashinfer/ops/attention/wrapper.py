@@ -10,7 +10,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
-from flashinfer._core.checks import number, renamed, require, require_tensor
+from flashinfer._core.checks import NoPlan, number, renamed, require, require_tensor
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.host_tables import (
@@ -435,7 +435,7 @@ class AttentionWrapper:
 
     def _planned(self) -> Plan:
         if self._base is None:
-            raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
+            raise NoPlan(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
         return self._active
 
     def _factors(self, kv_block_scales, kv_cache_sf=None) -> dict[str, Any]:
