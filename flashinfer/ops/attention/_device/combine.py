@@ -105,14 +105,13 @@ def _combine_group(
         partial_out, partial_lse, first_slot, splits, 1, row, split, d, row_ok, mask, top, kv_head, num_kv_heads, D_VO,
         BLOCK_M, False,
     )  # fmt: skip
-    # Not `> 0`: a NaN has to come out.
-    seen = total != 0
-    safe = tl.where(seen, total, 1.0) if SOFTMAX else tl.where(row_ok, 1.0, 1.0)
+    # Not `> 0`: a NaN has to come out. A row that saw no key remains 0 and -inf.
+    safe = tl.where(total != 0, total, 1.0) if SOFTMAX else tl.where(row_ok, 1.0, 1.0)
     at = (first_slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + row
     # Several threads may have read what one of them overwrites.
     tl.debug_barrier()
     tl.store(partial_out + (at * D_VO)[:, :, None] + d, acc / safe[:, :, None], mask=mask)
-    tl.store(partial_lse + at, tl.where(seen, top + tl.log2(safe), float("-inf")), mask=row_ok)
+    tl.store(partial_lse + at, top + tl.log2(safe), mask=row_ok)
 
 
 @triton.jit
