@@ -20,8 +20,9 @@ def workspace(device, count=1 << 22):
     return torch.empty(count, dtype=torch.uint8, device=device)
 
 
-def check(result, ragged, options, extras=None, o_dtype=None):
-    """Assert out and base-2 lse of `result` against float64, by the rule of testing/compare.py."""
+def check(result, ragged, options, extras=None, o_dtype=None, terms=0.0):
+    """Assert out and base-2 lse of `result` against float64, by the rule of testing/compare.py, whose `terms` are those
+    of out."""
     out, lse = result
     truth, truth_lse = oracle.batch(ragged, options, torch.float64, extras)
     o_dtype = o_dtype or out.dtype
@@ -31,7 +32,7 @@ def check(result, ragged, options, extras=None, o_dtype=None):
     if options.pos_encoding_mode == "ROPE_LLAMA":
         # Rotated q and k are rounded to the type that they are multiplied in, and the logits with them.
         same_lse = rounded_lse.float()
-    assert_close(out, same.to(out.dtype), truth, "out")
+    assert_close(out, same.to(out.dtype), truth, "out", terms=terms)
     assert_close(lse, same_lse, truth_lse, "lse", terms=largest_logit(ragged, options, extras))
 
 
