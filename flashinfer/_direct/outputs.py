@@ -93,8 +93,8 @@ class _Nvfp4:
 
     def write(self, rows: torch.Tensor) -> FP4Tensor:
         tokens = self.shape[0]
-        rows_of_all = rows.reshape(1, tokens, self.shape[1] * self.shape[2])
-        codes, factors, _ = _rows.quantize("out", rows_of_all, "nvfp4", "linear", self.scale)
+        rows = rows.reshape(1, tokens, self.shape[1] * self.shape[2])
+        codes, factors, _ = _rows.quantize("out", rows, "nvfp4", "linear", self.scale)
         factors, out = factors.view(tokens, self.blocks), self.out
         if out is None:
             high, wide = layouts.padded(max(tokens, 1), self.blocks, "128x4")

@@ -6,12 +6,16 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashinfer._core.checks import require
+
+# What sources in definitions may use by name.
+_IMPORTS = "from __future__ import annotations\nimport math\nimport torch\nimport torch.nn.functional as F\n\n\n"
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Tensor:
     tuple_idx : int, optional
         Its place in a tuple.
     dtype : str, optional
-        Of a result; of an argument that is not given.
+        Of a result; of an argument that is not given. A result without one, and without `dtype_from`, has that of the
+        first argument with an axis in common.
     dtype_from : str, optional
         The parameter whose dtype a result has.
     dtype_from_scalar : str, optional
@@ -100,7 +105,8 @@ class TraceTemplate:
     name_prefix : str, optional
         What names begin with; `op_type` by default.
     reference : callable, optional
-        The operation in torch. Its source is part of definitions.
+        The operation in torch. Its source is part of definitions, where Python has it; it may use `math`, `torch` and
+        `F` for torch.nn.functional.
     check, init : callable, optional
         How results are compared and arguments are made, for those who run definitions; their sources are as well.
     constraints, tags : list of str, optional
@@ -152,8 +158,8 @@ class TraceTemplate:
                         found.setdefault(axis, int(length))
             for axis in self.axes.keys() - found.keys():
                 value = self._given(axis, arguments)
-                if isinstance(value, int) and not isinstance(value, bool):
-                    found[axis] = value
+                if isinstance(value, Integral) and not isinstance(value, bool):
+                    found[axis] = int(value)
         fixed = {name: axis.value for name, axis in self.axes.items() if getattr(axis, "value", None) is not None}
         return {name: length for name, length in (found | fixed).items() if name in self.axes}
 
@@ -196,8 +202,9 @@ class TraceTemplate:
         found["inputs"] = {key: self._shown(key, part, arguments, False) for key, part in self.inputs.items()}
         found["outputs"] = {key: self._shown(key, part, arguments, True) for key, part in self.outputs.items()}
         for key, function in (("reference", self.reference), ("check", self.check), ("init", self.init)):
-            if function is not None:
-                found[key] = "import math\nimport torch\n\n\n" + inspect.getsource(function)
+            source = "" if function is None else _source_of(function)
+            if source:
+                found[key] = _IMPORTS + source
         return found
 
     def _given(self, name: str, arguments: dict[str, Any]):
@@ -226,6 +233,10 @@ class TraceTemplate:
         if result and part.dtype_from is not None:
             given = next((self._given(name, arguments) for name, known in self.inputs.items()
                           if part.dtype_from in (name, known.param)), None)  # fmt: skip
+        elif result and part.dtype is None:
+            beside = (self._given(name, arguments) for name, known in self.inputs.items()
+                      if isinstance(known, Tensor) and set(known.dim_names) & set(part.dim_names))  # fmt: skip
+            given = next((x for x in beside if isinstance(x, torch.Tensor)), None)
         if isinstance(given, torch.Tensor):
             return _name_of(given.dtype)
         said = arguments.get(part.dtype_from_scalar) if part.dtype_from_scalar else None
@@ -239,6 +250,14 @@ def write(definition: dict[str, Any], folder: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(definition, indent=2))
     return path
+
+
+def _source_of(function: Callable) -> str:
+    """The source; "" where there is none, of what was typed into an interpreter or is no Python function."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
 
 
 def _note(entry: dict[str, Any], part) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import flashinfer
 from flashinfer.api_logging import flashinfer_api
@@ -185,6 +186,35 @@ def test_a_callers_own_template(monkeypatch, tmp_path):
         fi_trace(torch.relu)
     with pytest.raises(TypeError, match="^value: got True"):
         Const(value=True)
+
+
+def test_a_result_has_the_dtype_of_an_argument_with_an_axis_in_common():
+    inputs = {"weight": Tensor(["k"]), "x": Tensor(["rows", "columns"]), "n": Scalar("int32")}
+    axes = {"rows": Var(), "columns": Const(abbrev="c"), "k": Const(), "n": Const()}
+    template = TraceTemplate("scale", axes, inputs, {"y": Tensor(["rows"]), "z": Tensor(["n"])})
+    given = {"weight": torch.ones(4), "x": torch.ones(2, 3).half(), "n": torch.tensor([7]).numpy()[0]}
+    found = template.definition("mine.scale", given)
+    assert found["outputs"]["y"]["dtype"] == "float16" and found["outputs"]["z"]["dtype"] == "unknown"
+    assert found["name"] == "scale_c3_k4_n7"
+
+
+def test_sources_stand_for_themselves_or_are_left_out():
+    class Rows: ...
+
+    def softly(x: Rows):
+        return F.relu(x)
+
+    typed: dict = {}
+    exec("def typed(x): return x", typed)
+    axes, x = {"n": Var()}, {"x": Tensor(["n"])}
+    found = TraceTemplate("relu", axes, x, x, reference=softly, check=typed["typed"], init=torch.relu)
+    found = found.definition("mine.relu", {"x": torch.ones(2)})
+    assert "check" not in found and "init" not in found
+    # Indented, as a function of a test is; one of a module is not.
+    begin, source = found["reference"].split("    def softly", 1)
+    program: dict = {}
+    exec(begin + "if True:\n    def softly" + source, program)
+    assert program["softly"](torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
 
 
 def test_methods_give_their_object():
