@@ -113,7 +113,7 @@ class Pool(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """States on the way. out : [places, heads, dim, dstate], contiguous.
+    """Checkpoints: states on the way. out : [places, heads, dim, dstate], contiguous.
 
     tokens : [sequences, marks], before which token a state is wanted, counted as offsets are: in the packed row, or in
         the sequence where each row is one. A negative one, and one outside its sequence, is none.
