@@ -155,7 +155,7 @@ def top_k_page_table_transform(
         int32 or int64 [rows]: `first`, the entry of the page table where a row's scores begin. By default
         `row_starts`, or 0; `row_starts` with pages of more than one score need it, for they count scores.
     page_size : int
-        Scores that an entry of the page table stands for.
+        Scores that an entry of the page table stands for, a power of two up to 2**30.
     out, out_raw_indices : torch.Tensor, optional
         int32 [rows, k], contiguous columns, apart from each other: receive the slots, and the columns from the row's
         start on.
@@ -181,7 +181,8 @@ def top_k_page_table_transform(
     _check_scores(input)
     rows, k, page_size = len(input), number("k", k), number("page_size", page_size)
     require(k >= 1, "k", k, "1 or more")
-    require(page_size >= 1, "page_size", page_size, "1 or more")
+    power = 1 <= page_size <= 1 << 30 and page_size & page_size - 1 == 0
+    require(power, "page_size", page_size, "a power of two up to 2**30")
     known = page_size == 1 or row_starts is None or page_table_row_starts is not None
     require(known, "page_table_row_starts", None, "a tensor, with row_starts and pages of more than one score")
     require(src_page_table.dim() == 2, "src_page_table", tuple(src_page_table.shape), "[requests, pages]")

@@ -39,6 +39,14 @@ class SoftmaxOp(ParameterizedOp):
 class FusedTemperatureSoftmaxOp(SoftmaxOp):
     NEEDS = ("temperature",)
 
+    def __call__(self, tensor, **kwargs):
+        given = self.runtime(kwargs)
+        temperature = given["temperature"]
+        if isinstance(temperature, torch.Tensor) and temperature.numel() == 1:
+            # One for all rows, as the steps that this stands for have it.
+            given["temperature"] = temperature.float().reshape(1).expand(len(tensor.data))
+        return TaggedTensor.probs(sampling.softmax(tensor.data, **given))
+
 
 class LogitsTopKOp(ParameterizedOp):
     IN, OUT = LOGITS, LOGITS

@@ -66,8 +66,14 @@ def take_randomness(device, batch, generator, seed, offset):
         options = {} if generator is None else {"generator": generator}
         drawn = torch.randint(0, 1 << 62, (2,), dtype=torch.int64, device=device, **options)
         return [0, 0], drawn[:1], drawn[1:]
+    kinds = [_kind(seed), _kind(offset)]
     (seed, seeds), (offset, offsets) = _seed("seed", seed, batch, device), _seed("offset", offset, batch, device)
+    require(kinds[0] == kinds[1], "offset", kinds[1], f"{kinds[0]}, as seed is")
     return [seed, offset], seeds, offsets
+
+
+def _kind(value):
+    return "a tensor" if isinstance(value, torch.Tensor) else "a number"
 
 
 def randomness_of(numbers, seeds, offsets):

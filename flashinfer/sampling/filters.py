@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import WrongKind, dtype_name, is_aligned, require, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import sampling as room
@@ -23,7 +23,8 @@ def softmax(
         [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. -inf is a
         probability of 0.
     temperature : torch.Tensor or float, optional
-        Above 0; a number, or a tensor [batch] with one for each row. A row whose temperature is not above 0 is NaN.
+        Above 0; a number, or a floating-point tensor [batch] with one for each row. A row whose temperature is not
+        above 0 is NaN.
     enable_pdl : bool, optional
         Programmatic dependent launch. It has no effect on results, and none on the launch yet.
 
@@ -35,7 +36,8 @@ def softmax(
     Raises
     ------
     ValueError
-        A shape, dtype or device other than the above, or a number that is no temperature.
+        A shape, dtype or device other than the above, or a number that is no temperature; a TypeError as well where
+        `temperature` is neither a number nor a tensor.
 
     Examples
     --------
@@ -44,6 +46,12 @@ def softmax(
     tensor([[0.5000, 0.5000]])
     """
     logits = as_rows("logits", logits)
+    if isinstance(temperature, bool):
+        raise WrongKind(f"temperature: got {temperature}; allowed: a number, or a tensor")
+    if isinstance(temperature, torch.Tensor):
+        shape = tuple(temperature.shape)
+        require(shape == (len(logits),), "temperature", shape, f"[{len(logits)}], one for each row")
+        require(temperature.is_floating_point(), "temperature", temperature.dtype, "a floating-point dtype")
     scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32, logits.device)
     require(scalar is None or scalar > 0, "temperature", scalar, "above 0")
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)

@@ -43,7 +43,7 @@ def test_kernels_draw_what_the_reference_draws(device, monkeypatch, count, colum
     results = []
     for name in ("reference", "portable"):
         with backend(name, monkeypatch):
-            results.append(chain(draft, ids, target, seed=torch.tensor([4, 9], device=device)))
+            results.append(chain(draft, ids, target, seed=torch.tensor([4, 9], device=device), offset=torch.tensor([5], device=device)))
     for ours, theirs in zip(*results):
         assert_bitwise(ours, theirs)
 

@@ -57,7 +57,7 @@ def test_a_k_of_its_own_for_each_row(variant, device, monkeypatch, columns, sour
     x = (probs if source == "probs" else probs.log()).to(dtype)
     probs = x.double() if source == "probs" else x.double().softmax(-1)
     ps = torch.linspace(0.35, 0.98, len(ks), device=device)
-    seeds = dict(seed=torch.arange(len(ks), device=device) + 5, offset=3)
+    seeds = dict(seed=torch.arange(len(ks), device=device) + 5, offset=torch.tensor([3], device=device))
     masked = x.clone()
     for row, k, p, filtered in zip(probs, ks.tolist(), ps.tolist(), masked):
         out = torch.ones(columns, dtype=torch.bool, device=device)

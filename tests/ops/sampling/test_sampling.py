@@ -121,7 +121,8 @@ def test_distributions(device, seeds):
     probs = rows_of_probs(1, 12, device, spread=1.5)
     indices = torch.zeros(DRAWS, dtype=torch.int32, device=device)
     seed = 7 if seeds == "shared" else torch.arange(DRAWS, device=device) * 7919
-    for name, tokens, expected in every_function(probs, indices, seed=seed, offset=3):
+    offset = 3 if seeds == "shared" else torch.tensor([3], device=device)
+    for name, tokens, expected in every_function(probs, indices, seed=seed, offset=offset):
         assert tokens.dtype == torch.int32 and p_value(tokens, expected) > LEVEL, name
 
 
@@ -129,7 +130,8 @@ def test_numbers_of_neighbouring_offsets_and_columns_are_independent(device):
     """Pairs of draws of the same request at successive offsets: chi-square over the 9 pairs."""
     probs = torch.tensor([[0.5, 0.3, 0.2]], device=device)
     seeds, indices = torch.arange(DRAWS, device=device), torch.zeros(DRAWS, dtype=torch.int64, device=device)
-    first, second = (sampling.sampling_from_probs(probs, indices, seed=seeds, offset=i) for i in (0, 1))
+    offsets = torch.tensor([[0], [1]], device=device)
+    first, second = (sampling.sampling_from_probs(probs, indices, seed=seeds, offset=offset) for offset in offsets)
     assert first.dtype == torch.int64
     assert p_value(first * 3 + second, torch.outer(probs[0], probs[0]).double().flatten()) > LEVEL
 
@@ -243,7 +245,7 @@ def test_draws_from_equal_values_are_those_of_the_first(variant, device, columns
     """More are equal to the k-th than a list holds, on a GPU; the same where k is in a tensor."""
     probs = torch.full((2, columns), 1 / columns, device=device)
     probs[1, -1] = 0.5
-    seeds = dict(seed=torch.arange(2, device=device), offset=3)
+    seeds = dict(seed=torch.arange(2, device=device), offset=torch.tensor([3], device=device))
     tokens = sampling.top_k_top_p_sampling_from_probs(probs, 8, 0.5, **seeds)
     assert tokens[0] < 4 and tokens[1] == columns - 1
     mixed = sampling.top_k_top_p_sampling_from_probs(probs, torch.tensor([8, columns - 1], device=device), 0.5, **seeds)
@@ -258,7 +260,8 @@ def test_rows_that_cannot_be_drawn_from(variant, device):
     probs = good.repeat(6, 1)
     probs[1, 68], probs[2], probs[3, 3], probs[4] = torch.nan, 0, torch.inf, -probs[4]
     alive = [True, False, False, False, False, True]
-    seeds = dict(seed=torch.full((6,), 11, device=device), offset=4, return_valid=True)
+    offset = torch.tensor([4], device=device)
+    seeds = dict(seed=torch.full((6,), 11, device=device), offset=offset, return_valid=True)
     for call in (
         lambda **a: sampling.sampling_from_probs(probs, **a),
         lambda **a: sampling.min_p_sampling_from_probs(probs, 0.1, **a),
@@ -290,7 +293,7 @@ def test_impossible_parameters(variant, device):
 
 
 def test_one_element_stands_for_all_rows(variant, device):
-    """Of any shape, on either device, for every filter, temperature and seed; and [batch, 1] for [batch]."""
+    """Of any shape, on either device, for every filter and seed; and [batch, 1] for [batch]."""
     probs = rows_of_probs(3, 70, device)
     seeds = dict(seed=torch.tensor([5]), offset=torch.tensor(6, device=device))
     numbers = dict(seed=5, offset=6)
@@ -306,7 +309,6 @@ def test_one_element_stands_for_all_rows(variant, device):
         assert_bitwise(sampling.top_k_renorm_probs(probs, k), sampling.top_k_renorm_probs(probs, 4))
         assert_bitwise(sampling.top_p_renorm_probs(probs, p.half()), sampling.top_p_renorm_probs(probs, 0.5))
         assert_bitwise(sampling.top_k_mask_logits(probs, k.int()), sampling.top_k_mask_logits(probs, 4))
-        assert_bitwise(sampling.softmax(probs, p), sampling.softmax(probs, 0.5))
     ks, ps = torch.tensor([1, 4, 70], device=device), torch.tensor([0.5, 0.1, 1.0], device=device)
     assert_bitwise(sampling.top_k_renorm_probs(probs, ks[:, None]), sampling.top_k_renorm_probs(probs, ks))
     assert_bitwise(sampling.top_p_renorm_probs(probs, ps[:, None]), sampling.top_p_renorm_probs(probs, ps))
@@ -391,10 +393,9 @@ def test_seeds(device):
     draw = sampling.sampling_from_probs
     shared = draw(probs, seed=5, offset=6)
     assert len(set(shared.tolist())) == 3  # rows that share a seed draw numbers of their own
-    assert_bitwise(draw(probs, seed=torch.tensor([5], device=device), offset=6), shared)
     assert_bitwise(draw(probs, seed=torch.tensor(5, device=device), offset=torch.tensor([6], device=device)), shared)
-    for seed in (5, torch.tensor([5], device=device)):  # offsets of their own are no seeds of their own
-        assert_bitwise(draw(probs, seed=seed, offset=torch.full((3,), 6, device=device)), shared)
+    # Offsets of their own are no seeds of their own.
+    assert_bitwise(draw(probs, seed=torch.tensor([5], device=device), offset=torch.full((3,), 6, device=device)), shared)
     for other in (dict(seed=6, offset=6), dict(seed=5, offset=7), dict(seed=5 + (1 << 40), offset=6),
                   dict(seed=5, offset=6 + (1 << 40))):  # fmt: skip
         assert not (draw(probs, **other) == shared).any()
@@ -453,6 +454,8 @@ BAD = {
     "indices of two dimensions": (dict(indices=torch.ones(2, 1, dtype=torch.int32)), "indices"),
     "a seed without an offset": (dict(seed=1), "offset"),
     "an offset without a seed": (dict(offset=1), "seed"),
+    "a seed of a kind and an offset of another": (dict(seed=torch.ones(1, dtype=torch.int64), offset=1), "offset"),
+    "an offset of a kind and a seed of another": (dict(seed=1, offset=torch.ones(1, dtype=torch.int64)), "offset"),
     "seeds of another length": (dict(seed=torch.ones(3, dtype=torch.int64), offset=1), "seed"),
     "seeds of another dtype": (dict(seed=torch.ones(2), offset=1), "seed"),
     "offsets elsewhere": (dict(seed=1, offset=torch.ones(2, dtype=torch.int64, device="meta")), "offset"),
@@ -473,6 +476,10 @@ def test_bad_input_of_the_others():
         (lambda: sampling.min_p_sampling_from_probs(probs, 1.5), "min_p"),
         (lambda: sampling.softmax(probs, 0), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(3)), "temperature"),
+        (lambda: sampling.softmax(probs, torch.ones(1)), "temperature"),
+        (lambda: sampling.softmax(probs, torch.ones(2, 1)), "temperature"),
+        (lambda: sampling.softmax(probs, torch.ones(2, dtype=torch.int32)), "temperature"),
+        (lambda: sampling.softmax(probs, True), "temperature"),
         (lambda: sampling.softmax(torch.ones(8)), "logits"),
         (lambda: sampling.top_k_mask_logits(torch.ones(8), 2), "logits"),
         (lambda: sampling.top_k_mask_logits(probs, -1), "top_k"),
@@ -512,7 +519,7 @@ def test_large_vocabularies_on_a_gpu(device, monkeypatch, rows):
         probs = torch.softmax(logits, -1)
         ks = torch.randint(1, 200, (rows,), device=device)
         ps = torch.rand(rows, device=device).clamp(0.01)
-        seeds = dict(seed=torch.arange(rows, device=device), offset=1)
+        seeds = dict(seed=torch.arange(rows, device=device), offset=torch.tensor([1], device=device))
         results = {}
         for name in ("reference", "portable"):
             with backend(name, monkeypatch):

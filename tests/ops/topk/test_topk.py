@@ -212,6 +212,8 @@ def test_bad_input():
         (lambda: top_k_page_table_transform(x, table.long(), row, 2), "src_page_table"),
         (lambda: top_k_page_table_transform(x, table.t().contiguous().t(), row, 2), "src_page_table"),
         (lambda: top_k_page_table_transform(x, table, row, 2, page_size=0), "page_size"),
+        (lambda: top_k_page_table_transform(x, table, row, 2, page_size=3), "page_size"),
+        (lambda: top_k_page_table_transform(x, table, row, 2, page_size=1 << 31), "page_size"),
         (lambda: top_k_page_table_transform(x, table, row, 2, page_size=4, row_starts=row), "page_table_row_starts"),
         (lambda: top_k_page_table_transform(x, table, row, 2, row_to_batch=row.short()), "row_to_batch"),
         (lambda: top_k_page_table_transform(x, table, row, 2, page_table_row_starts=table), "page_table_row_starts"),
