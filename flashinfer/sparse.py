@@ -86,7 +86,7 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
         kv_block_lens: torch.Tensor | None = None,
         q2k_indices: torch.Tensor | None = None,
         q2k_num: torch.Tensor | None = None,
-        kv_splits: int | None = None,
+        kv_splits: int | str | None = None,
         use_clc: bool | None = None,
         q_scale: float | torch.Tensor | None = None,
         k_scale: float | torch.Tensor | None = None,
@@ -119,11 +119,13 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
         q_data_type, kv_data_type, o_data_type : dtype or its name
             kv defaults to q's.
         block_mask : bool Tensor [ceil(M / R), N / C] or [heads, ceil(M / R), N / C], optional
-            The blocks, in the place of indptr and indices, which then are None; for all heads, for each KV head, or
-            for each query head, those of a KV head alike. With one, plan() waits for the device, and run() copies q and
-            out, heads first, where heads differ.
-        kv_block_lens, q2k_indices, q2k_num, kv_splits : optional
+            The blocks, in the place of indptr and indices, which then stand for nothing; for all heads, for each KV
+            head, or for each query head, those of a KV head alike. With one, plan() waits for the device, and run()
+            copies q and out, heads first, where heads differ.
+        kv_block_lens, q2k_indices, q2k_num : optional
             Refused.
+        kv_splits : int or str, optional
+            A hint of "vsa_sm100_blk64" alone, which changes no result: "auto", or 1 ... 256.
         q_scale, k_scale, v_scale : float or Tensor, optional
             Scales of quantised q, k and v, unless run() is given others.
         use_fp16_qk_reduction, non_blocking, use_clc
@@ -142,9 +144,13 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
         change before the last run(). Others are copied, and so are masks in bool.
         """
         refuse_positions(pos_encoding_mode)
-        for name, value in (("kv_block_lens", kv_block_lens), ("q2k_indices", q2k_indices), ("q2k_num", q2k_num),
-                            ("kv_splits", kv_splits)):  # fmt: skip
+        for name, value in (("kv_block_lens", kv_block_lens), ("q2k_indices", q2k_indices), ("q2k_num", q2k_num)):
             refuse(name, value, "None: maps are indptr and indices, or block_mask")
+        if kv_splits is not None:
+            splits = self._backend == "vsa_sm100_blk64"
+            require(splits, "kv_splits", kv_splits, f"None of backend={self._backend!r}")
+            known = kv_splits == "auto" or isinstance(kv_splits, int) and 1 <= kv_splits <= 256
+            require(known, "kv_splits", repr(kv_splits), "'auto', 1 ... 256")
         require(R > 0, "R", R, "at least 1")
         require(C > 0 and N % C == 0, "C", C, f"a divisor of N = {N}")
         common: dict = dict(
@@ -157,8 +163,8 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
         self._scales = q_scale, k_scale, v_scale
         self._per_head = block_mask is not None and block_mask.dim() == 3
         if block_mask is not None:
-            given = indptr is not None or indices is not None or mask is not None or packed_mask is not None
-            require(not given, "block_mask", "a tensor beside indptr, indices or a mask", "one of them alone")
+            given = mask is not None or packed_mask is not None
+            require(not given, "block_mask", "a tensor beside a mask", "one of them alone")
             group, block_mask = num_qo_heads // num_kv_heads, as_bool("block_mask", block_mask).to("cpu")
             if self._per_head and group > 1 and block_mask.shape[0] == num_qo_heads:
                 block_mask = of_groups(block_mask, group)

@@ -30,6 +30,11 @@ VARIANTS_OF: dict[Backend, tuple[str, ...] | None] = {
     "cake": ANY,
     "cake_cute": ANY,
     "prims-ts": ANY,
+    "cubin": ANY,
+    # of block-sparse attention
+    "vsa_sm100_blk64": ANY,
+    "vsa_sm100_blk128": ANY,
+    "vsa_sm120_blk64": ANY,
     # our own names
     "reference": ("reference",),
     "portable": ("portable",),

@@ -11,7 +11,8 @@ PosEncodingMode = Literal["NONE", "ROPE_LLAMA", "ALIBI"]
 # Keys of VARIANTS_OF in flashinfer/_core/backends.py, which says what they admit.
 Backend = Literal[
     "auto", "fa2", "fa3", "cudnn", "cudnn-native", "cutlass", "trtllm-gen", "trtllm-native", "cute-dsl",
-    "cute-dsl-prims", "cutile", "fmha_v2", "xqa", "cake", "cake_cute", "prims-ts",
+    "cute-dsl-prims", "cutile", "fmha_v2", "xqa", "cake", "cake_cute", "prims-ts", "cubin",
+    "vsa_sm100_blk64", "vsa_sm100_blk128", "vsa_sm120_blk64",
     "reference", "portable", "sm80", "sm90",
 ]  # fmt: skip
 # Of recurrent layers, beside the names that upstream allows in a place.

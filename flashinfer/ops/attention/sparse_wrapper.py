@@ -13,11 +13,14 @@ from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.sparse import Blocks, as_pages, as_rows, causal_variant, per_head_lse, plan_blocks
 from flashinfer.ops.attention.wrapper import device_of
 
+_OLDER_NAMES: dict[str, Backend] = {"vsa_blackwell": "vsa_sm100_blk128", "vsa_blackwell_blk64": "vsa_sm100_blk64"}
+
 
 class BlockSparseWrapper:
     """What both wrappers share: workspace, the plan, and options that the older forward() replaces."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: Backend = "auto"):
+        backend = _OLDER_NAMES.get(str(backend), backend)
         variants_of(backend)
         self._float_workspace_buffer = float_workspace_buffer
         self.device = device_of(float_workspace_buffer)

@@ -94,3 +94,24 @@ def test_offsets_that_say_neither(device):
     said = of_cudnn([3, 4], [3, 4], "cpu")
     with pytest.raises(ValueError, match="^(seq_lens_q|max_token_per_sequence)"):
         wrapper.plan(x.qo_indptr.cpu() * 5, x.kv_indptr, 4, 2, 64, q_data_type=HALF, **said)
+
+
+def test_prefill_takes_the_backend_that_upstream_documents(device):
+    """Two requests of 3 and 2 queries after 17 and 3 keys, in pages of heads, then tokens."""
+    q = torch.randn(5, 4, 64, dtype=torch.float16, device=device)
+    k, v = torch.randn(2, 5, 2, 16, 64, dtype=torch.float16, device=device)
+    tables = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32, device=device)
+    lengths = [torch.tensor(x, dtype=torch.int32, device=device).view(2, 1, 1, 1) for x in ((3, 2), (20, 5))]
+    for backend in (None, "cubin", "cudnn"):
+        out, _ = flashinfer.cudnn.cudnn_batch_prefill_with_kv_cache(
+            q, k, v, 0.125, workspace(device), max_token_per_sequence=3, max_sequence_kv=20,
+            actual_seq_lens_q=lengths[0], actual_seq_lens_kv=lengths[1], block_tables=tables, causal=True,
+            return_lse=False, backend=backend,
+        )  # fmt: skip
+        for rows, pages, length in ((slice(0, 3), [4, 0], 20), (slice(3, 5), [2], 5)):
+            keys, values = (x[pages].transpose(1, 2).flatten(0, 1)[:length].double() for x in (k, v))
+            keys, values = (x.repeat_interleave(2, 1) for x in (keys, values))
+            logits = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * 0.125
+            hidden = torch.ones_like(logits[0], dtype=torch.bool).triu(length - logits.shape[1] + 1)
+            weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+            torch.testing.assert_close(out[rows].double(), torch.einsum("hqk,khd->qhd", weights, values), atol=2e-3, rtol=0)

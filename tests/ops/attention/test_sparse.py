@@ -159,6 +159,24 @@ def test_bsr_of_a_block_mask(per_head, is_causal, device):
     check_heads(got, x, [dense(c, [4] * 3, [8] * 4) for c in chosen], is_causal, device)
 
 
+@pytest.mark.parametrize("backend", ("vsa_sm100_blk64", "vsa_blackwell_blk64", "vsa_sm100_blk128", "vsa_sm120_blk64"))
+def test_upstreams_video_backends(backend, device):
+    """They are preferences; a block mask stands in the place of other maps, and splits of keys are a hint of one."""
+    x = one(12, 32, device)
+    chosen = torch.rand(2, 3, 4) < 0.5
+    indptr, indices = bsr(torch.ones(3, 4, dtype=torch.bool), device)
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device), backend=backend)
+    options = dict(block_mask=chosen.to(device)) | DTYPES
+    for splits in (None, "auto", 2):
+        if splits is not None and not backend.endswith("blk64") or splits and backend == "vsa_sm120_blk64":
+            with pytest.raises(ValueError, match="^kv_splits: got .*; allowed: None of backend="):
+                wrapper.plan(indptr, indices, 12, 32, 4, 8, 4, 2, 64, kv_splits=splits, **options)
+            continue
+        wrapper.plan(indptr, indices, 12, 32, 4, 8, 4, 2, 64, kv_splits=splits, **options)
+        got = wrapper.run(x.q, x.k, x.v, return_lse=True)
+        check_heads(got, x, [dense(c, [4] * 3, [8] * 4) for c in chosen], False, device)
+
+
 def check_heads(got, x, masks, is_causal, device):
     """Outputs [rows, heads, ...] against each KV head's own mask."""
     out, lse = got
