@@ -181,8 +181,7 @@ def top_k_page_table_transform(
     _check_scores(input)
     rows, k, page_size = len(input), number("k", k), number("page_size", page_size)
     require(k >= 1, "k", k, "1 or more")
-    power = 1 <= page_size <= 1 << 30 and page_size & page_size - 1 == 0
-    require(power, "page_size", page_size, "a power of two up to 2**30")
+    require(page_size in {1 << i for i in range(31)}, "page_size", page_size, "a power of two up to 2**30")
     known = page_size == 1 or row_starts is None or page_table_row_starts is not None
     require(known, "page_table_row_starts", None, "a tensor, with row_starts and pages of more than one score")
     require(src_page_table.dim() == 2, "src_page_table", tuple(src_page_table.shape), "[requests, pages]")

@@ -24,7 +24,7 @@ class UnsupportedConfig(ValueError, NotImplementedError):
     """No variant takes this problem; the message says why each refused."""
 
 
-class BackendSupportedError(ValueError):
+class BackendSupportedError(ValueError, RuntimeError):
     """A backend that does not serve a call, by the name that upstream has for the error."""
 
 

@@ -165,6 +165,8 @@ class MoeAlltoAll:
         check_stats(eplb_stats_num_experts)
         only("enable_rank_mask", enable_rank_mask, False)
         only("backend", backend, "trtllm")
+        for name, count in (("top_k", top_k), ("num_experts", num_experts)):
+            require(isinstance(count, int) and count > 0, name, count, "an int of at least 1")
         self.ep_size, self.ep_rank = mapping.moe_ep_size, mapping.moe_ep_rank
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         require(num_experts % self.ep_size == 0, "num_experts", num_experts, f"a multiple of {self.ep_size}")

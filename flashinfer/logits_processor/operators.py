@@ -66,12 +66,21 @@ class ProbsTopKOp(ParameterizedOp):
         return TaggedTensor.probs(sampling.top_k_renorm_probs(tensor.data, **self.runtime(kwargs)))
 
 
+def _portions(given: dict) -> dict:
+    """Runtime parameters of which a number for `top_p` or `min_p` is above 0 and at most 1."""
+    for name in ("top_p", "min_p"):
+        value = given.get(name, 1)
+        if not isinstance(value, torch.Tensor):
+            require(0 < float(value) <= 1, name, value, "above 0 and at most 1, or a tensor")
+    return given
+
+
 class TopPOp(ParameterizedOp):
     IN, OUT = PROBS, PROBS
     NEEDS = ("top_p",)
 
     def __call__(self, tensor, **kwargs):
-        return TaggedTensor.probs(sampling.top_p_renorm_probs(tensor.data, **self.runtime(kwargs)))
+        return TaggedTensor.probs(sampling.top_p_renorm_probs(tensor.data, **_portions(self.runtime(kwargs))))
 
 
 class MinPOp(ParameterizedOp):
@@ -81,7 +90,7 @@ class MinPOp(ParameterizedOp):
     NEEDS = ("min_p",)
 
     def __call__(self, tensor, **kwargs):
-        min_p = self.runtime(kwargs)["min_p"]
+        min_p = _portions(self.runtime(kwargs))["min_p"]
         probs = tensor.data.float()
         share = min_p[:, None] if isinstance(min_p, torch.Tensor) and min_p.dim() else min_p
         kept = probs.where(probs >= share * probs.amax(-1, keepdim=True), 0)
@@ -96,7 +105,8 @@ class SampleOp(ParameterizedOp):
     TAKES = ("indices", "deterministic", "generator", "check_nan", "seed", "offset")
 
     def __call__(self, tensor, **kwargs):
-        return TaggedTensor.indices(getattr(sampling, self.FUNCTION)(tensor.data, **self.runtime(kwargs)))
+        given = _portions(self.runtime(kwargs))
+        return TaggedTensor.indices(getattr(sampling, self.FUNCTION)(tensor.data, **given))
 
 
 class LogitsSampleOp(SampleOp):

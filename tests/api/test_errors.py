@@ -138,5 +138,7 @@ def test_errors_are_the_built_in_kinds_too_that_callers_of_upstream_catch():
     for wrapper in (flashinfer.BatchPrefillWithRaggedKVCacheWrapper, flashinfer.BlockSparseAttentionWrapper):
         with pytest.raises(RuntimeError, match=f"^{wrapper.__name__}.run: got no plan"):
             wrapper(batch.workspace).run(tensor, tensor, tensor)
+    with pytest.raises(RuntimeError, match="^backend: got 'fa4'"):
+        batch.decode(backend="fa4")
     with pytest.raises(NotImplementedError):
         flashinfer.single_decode_with_kv_cache(tensor[0, :, :4], tensor[:, :, :4], tensor[:, :, :4])

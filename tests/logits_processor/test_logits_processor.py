@@ -215,6 +215,11 @@ def test_bad_calls():
         (lambda: pipe(TaggedTensor.probs(logits), temperature=1.0), "x"),
         (lambda: LogitsPipe([Temperature()])(logits, temperature=-1.0), "temperature"),
         (lambda: LogitsPipe([Softmax(), TopK()])(logits, top_k=0), "top_k"),
+        (lambda: LogitsPipe([Softmax(), MinP()])(logits, min_p=1.5), "min_p"),
+        (lambda: LogitsPipe([Softmax(), MinP()])(logits, min_p=0.0), "min_p"),
+        (lambda: LogitsPipe([Softmax(), TopP()])(logits, top_p=1.5), "top_p"),
+        (lambda: LogitsPipe([Softmax(), TopP(), Sample()])(logits, top_p=1.5), "top_p"),
+        (lambda: LogitsPipe([Softmax(), MinP(), Sample()])(logits, min_p=0.0), "min_p"),
         (lambda: LogitsPipe([Softmax(), TopK(True), TopP(), Sample()], False)(logits, top_k=2), "joint_topk_topp"),
     ):
         with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):

@@ -114,4 +114,5 @@ def test_prefill_takes_the_backend_that_upstream_documents(device):
             logits = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * 0.125
             hidden = torch.ones_like(logits[0], dtype=torch.bool).triu(length - logits.shape[1] + 1)
             weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-            torch.testing.assert_close(out[rows].double(), torch.einsum("hqk,khd->qhd", weights, values), atol=2e-3, rtol=0)
+            expected = torch.einsum("hqk,khd->qhd", weights, values)
+            torch.testing.assert_close(out[rows].double(), expected, atol=2e-3, rtol=0)

@@ -40,10 +40,10 @@ def test_kernels_draw_what_the_reference_draws(device, monkeypatch, count, colum
     draft, target = rows_of_probs(2 * count, columns, device, 1.0), rows_of_probs(2 * count + 2, columns, device, 1.0)
     draft, target = draft.view(2, count, columns), target.view(2, count + 1, columns)
     ids = torch.randint(columns, (2, count), device=device)
-    results = []
+    results, offset = [], torch.tensor([5], device=device)
     for name in ("reference", "portable"):
         with backend(name, monkeypatch):
-            results.append(chain(draft, ids, target, seed=torch.tensor([4, 9], device=device), offset=torch.tensor([5], device=device)))
+            results.append(chain(draft, ids, target, seed=torch.tensor([4, 9], device=device), offset=offset))
     for ours, theirs in zip(*results):
         assert_bitwise(ours, theirs)
 

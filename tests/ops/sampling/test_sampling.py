@@ -395,7 +395,8 @@ def test_seeds(device):
     assert len(set(shared.tolist())) == 3  # rows that share a seed draw numbers of their own
     assert_bitwise(draw(probs, seed=torch.tensor(5, device=device), offset=torch.tensor([6], device=device)), shared)
     # Offsets of their own are no seeds of their own.
-    assert_bitwise(draw(probs, seed=torch.tensor([5], device=device), offset=torch.full((3,), 6, device=device)), shared)
+    seed, offsets = torch.tensor([5], device=device), torch.full((3,), 6, device=device)
+    assert_bitwise(draw(probs, seed=seed, offset=offsets), shared)
     for other in (dict(seed=6, offset=6), dict(seed=5, offset=7), dict(seed=5 + (1 << 40), offset=6),
                   dict(seed=5, offset=6 + (1 << 40))):  # fmt: skip
         assert not (draw(probs, **other) == shared).any()

@@ -279,3 +279,11 @@ def test_large_rows_of_blocks_are_refused():
         comm.decode_cp_a2a_alltoall(o[..., :8], s.half(), ws, 0, 1)
     with pytest.raises(ValueError, match="cp_rank: got 1; allowed: 0"):
         comm.decode_cp_a2a_init_workspace(ws, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["top_k", "num_experts"])
+@pytest.mark.parametrize("count", [0, -1, 1.5])
+def test_counts_are_positive(name, count):
+    counts = dict(top_k=2, num_experts=4) | {name: count}
+    with pytest.raises(ValueError, match=f"^{name}: got {count}; allowed: an int"):
+        comm.MoeAlltoAll(comm.Mapping(), 8, hidden_size=64, **counts)
