@@ -1,7 +1,8 @@
 """Calls on disk: FLASHINFER_LOGLEVEL=10 writes the arguments and results of each, `flashinfer replay` reads them.
 
 A call is a folder: `metadata.jsonl`, a line of JSON that says which function, which arguments, and after the call which
-result; `inputs.pt` and `outputs.pt`, tensors by name. They are read as plain data and tensors: nothing is unpickled,
+result; `inputs.pt` and `outputs.pt`, tensors by name. `session.jsonl` beside the folders has the lines of all calls in
+their order. They are read as plain data and tensors: nothing is unpickled,
 and a function is found among this package's public ones alone.
 """
 
@@ -79,11 +80,13 @@ class Dumps:
         stamp = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
         folder = self.root / f"{stamp}_pid{os.getpid()}_{name}_call{number:04d}"
         folder.mkdir(parents=True)
-        record = {"format": FORMAT, "function_name": name, "place": place, "inputs": tree}
-        record |= {"pid": os.getpid(), "self_id": self_id}
+        record = {"format": FORMAT, "function_name": name, "place": place, "inputs": tree, "self_id": self_id}
+        record |= {"module": place.partition(":")[0], "pid": os.getpid(), "process_id": os.getpid()}
+        record |= {"call_sequence": number, "timestamp": stamp, "dump_dir": str(folder), "tensor_format": "torch"}
+        record["tensor_info"] = {"input_tensor_keys": list(tensors), "output_tensor_keys": []}
         kept = {key: _copied(x) for key, x in tensors.items()}
         torch.save(kept, folder / "inputs.pt")
-        _append(folder / "metadata.jsonl", record | {"execution_status": "inputs_saved"})
+        _append(folder, record | {"execution_status": "inputs_saved"})
         return Dump(self, folder, record, tensors, kept)
 
     def add(self, size: int) -> bool:
@@ -116,16 +119,18 @@ class Dump:
         else:
             logger.warning("the result of %s is not dumped: too many bytes", self._record["function_name"])
         state = "completed" if fits else "completed, result not saved"
-        _append(self.folder / "metadata.jsonl", self._record | {"outputs": tree, "execution_status": state})
+        info = self._record["tensor_info"] | {"output_tensor_keys": list(found) if fits else []}
+        _append(self.folder, self._record | {"outputs": tree, "tensor_info": info, "execution_status": state})
 
     def fail(self, error: BaseException) -> None:
         state = {"execution_status": "failed", "error": f"{type(error).__name__}: {error}"}
-        _append(self.folder / "metadata.jsonl", self._record | state)
+        _append(self.folder, self._record | state)
 
 
-def _append(path: Path, record: dict) -> None:
-    with open(path, "a") as file:
-        file.write(json.dumps(record) + "\n")
+def _append(folder: Path, record: dict) -> None:
+    for path in (folder / "metadata.jsonl", folder.parent / "session.jsonl"):
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def _size_of(tensors: dict[str, torch.Tensor]) -> int:

@@ -38,7 +38,8 @@ def gemm(
     Returns
     -------
     torch.Tensor
-        c, or a new tensor. The product is summed in float32; it is scaled, added and rounded once.
+        c, or a new tensor. The product is summed in float32; it is scaled, added and rounded once. A GPU rounds
+        float32 operands to TF32, as upstream's kernels do.
 
     Raises
     ------

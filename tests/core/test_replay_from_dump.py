@@ -1,5 +1,8 @@
 """Dumped calls by the names of upstream's replay."""
 
+import json
+import os
+
 import pytest
 import torch
 
@@ -32,3 +35,19 @@ def test_replay(tmp_path, monkeypatch):
     assert "NotKept" in api_logging.replay_sequence(tmp_path, "cpu")[0]["error"]
     with pytest.raises(FileNotFoundError):
         api_logging.replay_sequence(tmp_path / "none", "cpu")
+
+
+def test_a_session_is_scanned_by_one_file(tmp_path, monkeypatch):
+    """The keys that upstream's page on logging reads."""
+    folder, x = dumped(tmp_path, monkeypatch, torch.ones(4, 2).half())
+    again, _ = dumped(tmp_path, monkeypatch, torch.ones(4, 2).half())
+    lines = [json.loads(line) for line in (tmp_path / "session.jsonl").read_text().splitlines()]
+    states = [(line["function_name"], line["dump_dir"], line["execution_status"]) for line in lines]
+    expected = [(str(path), state) for path in (folder, again) for state in ("inputs_saved", "completed")]
+    assert states == [("silu_and_mul", *each) for each in expected]
+    alone = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+    assert alone == lines[:2]
+    assert lines[0]["module"] == "flashinfer.activation" and lines[0]["process_id"] == os.getpid()
+    assert lines[0]["tensor_info"] == {"input_tensor_keys": ["input"], "output_tensor_keys": []}
+    assert lines[1]["tensor_info"] == {"input_tensor_keys": ["input"], "output_tensor_keys": ["result"]}
+    assert torch.equal(torch.load(folder / "inputs.pt")["input"], x)

@@ -18,22 +18,16 @@ def bounded_decay(g, a_log, bias, lower):
     return torch.exp(lower * torch.sigmoid(a_log.double().exp()[:, None] * (g.double() + bias.double())))
 
 
-def recurrence(q, k, v, decay, beta, state, scale, normalize=False, parents=None, dtype=torch.float64, operands=None):
+def recurrence(q, k, v, decay, beta, state, scale, normalize=False, parents=None, dtype=torch.float64):
     """Outputs [T, heads, V], states after each token [T, heads, V, K], and corrections [T, heads, V].
 
     q, k, v : [T, any heads, dim]; decay : [T, heads] or [T, heads, K]; beta : [T, heads]; state : [heads, V, K].
-    operands : the dtype to which what products multiply is rounded, as tensor cores make a kernel round it.
     """
-
-    def rounded(x):
-        return x if operands is None else x.to(operands).to(dtype)
-
     heads = state.shape[0]
     q, k, v = (x.to(dtype).repeat_interleave(heads // x.shape[1], 1) for x in (q, k, v))
     decay, beta = decay.to(dtype), beta.to(dtype)
     if normalize:
         q, k = unit(q), unit(k)
-    q, k = rounded(q), rounded(k)
     if decay.dim() == 2:
         decay = decay[..., None]
     first = s = state.to(dtype)
@@ -42,9 +36,9 @@ def recurrence(q, k, v, decay, beta, state, scale, normalize=False, parents=None
         if parents is not None:
             s = first if parents[t] < 0 else states[parents[t]]
         s = s * decay[t][:, None, :]
-        correction = beta[t][:, None] * (v[t] - (rounded(s) * k[t][:, None, :]).sum(-1))
-        s = s + rounded(correction)[..., None] * k[t][:, None, :]
-        outputs.append(scale * (rounded(s) * q[t][:, None, :]).sum(-1))
+        correction = beta[t][:, None] * (v[t] - (s * k[t][:, None, :]).sum(-1))
+        s = s + correction[..., None] * k[t][:, None, :]
+        outputs.append(scale * (s * q[t][:, None, :]).sum(-1))
         states.append(s)
         corrections.append(correction)
     if not outputs:

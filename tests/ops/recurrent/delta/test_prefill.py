@@ -46,10 +46,10 @@ class Prompt:
     def span(self, i):
         return slice(int(self.offsets[i]), int(self.offsets[i + 1]))
 
-    def truth(self, i, state, dtype=torch.float64, operands=None):
+    def truth(self, i, state, dtype=torch.float64):
         s = self.span(i)
         tensors = (self.q[s], self.k[s], self.v[s], self.g[s], self.beta[s])
-        return recurrence(*tensors, state, self.scale, True, dtype=dtype, operands=operands)
+        return recurrence(*tensors, state, self.scale, True, dtype=dtype)
 
 
 def assert_near(out, truth, what="", by=NEAR):

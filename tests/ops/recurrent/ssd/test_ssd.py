@@ -335,7 +335,8 @@ def test_a_layer_by_upstreams_class(device, kind):
     assert_bitwise(found, rows)
     assert found.data_ptr() == out.data_ptr() and final.dtype == torch.float32
     for i in range(2):
-        prompt.near(i, states[i], found, final[i])
+        # A kernel rounds what products multiply to the dtype of x.
+        prompt.near(i, states[i], found, final[i], NEAR if device.type == "cpu" else 4 * 2.0**-8)
     first = layer.compute_seq_chunk_cumsum(of_tokens, *cut, 128, 2)
     assert first.tolist() == [0, 1, 3] and first.dtype == torch.int32 and layer.tile_state_size(2) == 0
     plain = SSDCombined(64, 4, 16, 32, 2, has_d=False, backend=kind)
