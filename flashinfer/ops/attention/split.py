@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-
 # Splits of a tile that are combined in one level (_device/combine.py).
 #
 # One program reads them, at 8 rows of 128 columns 16 splits in about 0.9 us. 96 splits are 6 rounds, 5.3 us; in two
 # levels, 16 splits and then 6 groups, they are 2 rounds, and 1.5 us for a fence, an atomic, a write and a read more:
-# 3.3 us. 256 splits, a long request of one KV head on 132 multiprocessors, are 14 and 3.3 us. Predicted, not timed: see
-# docs/rooms/attention-decode.md. Two levels would gain from 64 splits on. 96 leaves kernels as they were timed whose
-# policy makes fewer: on 132 multiprocessors 89 in bf16 of 4 KV heads, and in FP8 of 8.
+# 3.3 us. 256 splits, a long request of one KV head on 132 multiprocessors, are 14 and 3.3 us. These are predictions; an
+# H100 takes 42.6 us instead of 56.9 for 131072 keys: see docs/rooms/attention-decode.md.
 FEW = 96
+# A policy that may make more splits of a tile has kernels for two levels. Below, few requests are so long, and the code
+# costs the others: 1 x 2048 with 2 KV heads takes 11.8 us with it and 11.4 without (H100, cold L2).
+ONE_LEVEL = 192
 
 
 class Limits(NamedTuple):
@@ -105,8 +106,8 @@ class SplitPolicy(SplitKnobs):
 
     @property
     def many(self) -> bool:
-        """Whether a tile may have more than FEW splits, which kernels combine in two levels."""
-        return bool(self.fixed) or self.by_share > FEW
+        """Whether kernels combine more than FEW splits of a tile in two levels."""
+        return bool(self.fixed) or self.by_share > ONE_LEVEL
 
 
 def capacity(policy: SplitPolicy, group: int, tile_rows: int, limits: Limits) -> tuple[int, int]:
