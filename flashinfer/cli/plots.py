@@ -20,6 +20,8 @@ COLOURS = {
     "triton-kernels": "#17a589",
     "fla": "#c2185b",
     "flashkda": "#5c6bc0",
+    "fa3": "#d4a017",
+    "vllm-ssm": "#00838f",
 }
 _OTHER = "#7f8c8d"
 # What is no other library's kernel for the row: a ceiling, or Python that launches one product after another.
