@@ -179,7 +179,7 @@ def _stream(context, dev: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(int(stream), device=dev)
 
 
-def _ask(doing: str, answer: tuple):
+def _ask(doing: str, answer: tuple) -> Any:
     """What the driver answers behind its status, a value or several."""
     status, *values = answer
     if status:

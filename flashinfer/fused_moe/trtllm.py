@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import present, require, same_device
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import ActivationType, WeightLayout
@@ -43,7 +43,8 @@ def routed_by_ids(topk_ids, num_experts, top_k, local, replay=None, delta=None) 
         require(weights.dtype in dtypes, "topk_weights", weights.dtype, "float32, bfloat16, float16")
     if replay is not None:
         same_device(topk_ids=ids, routing_replay_out=replay)
-        routing.check_replay(replay, ids.shape).copy_(ids >> 16 if weights is None else ids)
+        kept = present("routing_replay_out", routing.check_replay(replay, ids.shape))
+        kept.copy_(ids >> 16 if weights is None else ids)
     if delta is not None:
         dtypes = (torch.bfloat16, torch.float16, torch.float32)
         require(delta.dtype in dtypes, "gemm1_lora_delta", delta.dtype, "bfloat16, float16, float32")

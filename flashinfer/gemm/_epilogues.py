@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -119,7 +119,7 @@ def _rounded(x, dtype) -> torch.Tensor:
     return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3) if dtype == _E4M3 else x.to(dtype)
 
 
-def finished(y, dtype, scale, out, *, narrow=False):
+def finished(y, dtype, scale, out, *, narrow=False) -> Any:
     """What a call returns of its float32 result. narrow : it may be NVFP4."""
     allowed = (torch.bfloat16, _E4M3, torch.uint8) if narrow else (torch.bfloat16, _E4M3)
     require(dtype in allowed, "out_dtype", dtype, ", ".join(map(str, allowed)))

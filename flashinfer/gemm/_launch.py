@@ -59,7 +59,7 @@ def gemm(
         # Rows of a shuffled weight are put in order on the way.
         wide = _widened(problem, b, b_scale, problem.b, b_layout, shuffled)
         a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
-        if problem.alpha == "rows":
+        if alpha is not None and problem.alpha == "rows":
             sums = torch.empty_like(out, dtype=torch.float32)
             multiply(a, wide.mT, sums)
             out.copy_(sums * alpha[:, None])

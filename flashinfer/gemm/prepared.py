@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer.gemm._epilogues import Rotation, check_heads, finished, fp4_product, gated, rotated
 
 __all__ = [
@@ -156,7 +156,8 @@ class PreparedFp4Linear:
             y = gated("weight_packed", y)
         elif self._epilogue == "qkv_qknorm_rope":
             require(self._out_dtype == torch.bfloat16, "out_dtype", self._out_dtype, "bfloat16")
-            rotation = Rotation(self.q_norm, self.k_norm, cos_sin, positions)
+            norms = present("q_norm", self.q_norm), present("k_norm", self.k_norm)
+            rotation = Rotation(*norms, present("cos_sin", cos_sin), present("positions", positions))
             rotated(y, rotation, bool(self.is_neox), self._out_dtype)
         narrow = self._epilogue == "swiglu"
         made = finished(y, self._out_dtype, self.output_quant_scale, out, narrow=narrow)

@@ -160,7 +160,8 @@ class TraceTemplate:
                 value = self._given(axis, arguments)
                 if isinstance(value, Integral) and not isinstance(value, bool):
                     found[axis] = int(value)
-        fixed = {name: axis.value for name, axis in self.axes.items() if getattr(axis, "value", None) is not None}
+        consts = {name: axis.value for name, axis in self.axes.items() if isinstance(axis, Const)}
+        fixed = {name: value for name, value in consts.items() if value is not None}
         return {name: length for name, length in (found | fixed).items() if name in self.axes}
 
     def definition_name(self, axis_values: dict[str, int]) -> str:

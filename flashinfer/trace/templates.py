@@ -87,7 +87,7 @@ def _append(name: str, inputs: dict, outputs: dict, **axes) -> TraceTemplate:
 
 
 def _chain() -> TraceTemplate:
-    axes = {"batch_size": Var(), "num_speculative": Var(), "num_speculative_plus_1": Var()}
+    axes: dict[str, Var | Const] = {name: Var() for name in ("batch_size", "num_speculative", "num_speculative_plus_1")}
     inputs = {
         "draft_probs": _tensor("batch_size num_speculative vocab_size"),
         "draft_token_ids": _tensor("batch_size num_speculative", dtype="int32"),

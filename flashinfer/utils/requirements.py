@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -116,9 +117,10 @@ def backend_requirement(
         def is_compute_capability_supported(cc: int) -> bool:
             if choices:
                 return any(_is_for(check, cc) for check in backend_checks.values())
-            if not hasattr(common_check, "is_compute_capability_supported"):
+            supports = getattr(common_check, "is_compute_capability_supported", None)
+            if supports is None:
                 raise ValueError(f"common_check: {name} has no backends and its check no supported_compute_capability")
-            return common_check.is_compute_capability_supported(cc)
+            return supports(cc)
 
         def choose(cc: int | None, /, *args, **named) -> bool:
             """Whether a backend takes the call; those that do, best first, are left in `suitable_auto_backends`."""
@@ -129,14 +131,14 @@ def backend_requirement(
             able = [b for b, check in backend_checks.items() if _takes(check, cc, args, named)]
             best = heuristic_func(able, *args, **named)
             if best:
-                call.suitable_auto_backends = best
+                setattr(call, "suitable_auto_backends", best)
             return bool(best)
 
         def check_call(args, named) -> None:
             bound = signature.bind(*args, **named)
             bound.apply_defaults()
             values, cc = dict(bound.arguments), _capability_of(*args, *named.values())
-            backend = values.get("backend")
+            backend: Any = values.get("backend")
             if not choices and common_check is None:
                 raise ValueError(f"backend_requirement: {name} has neither backends nor a common_check")
             if backend == "auto" and choices:
