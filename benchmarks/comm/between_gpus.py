@@ -235,7 +235,7 @@ def exchanges(table: Table) -> None:
         def sends(a2a=a2a, ids=ids, x=x, weights=weights, tokens=tokens):
             # Flags alone keep ranks in step, and what arrives is the same each time.
             a2a.dispatch(ids, [x, ids, weights], tokens)
-            a2a._open_dispatch = None
+            a2a._shared.opened = None
 
         of, calls = f"{tokens} tokens a rank", (20 if tokens <= 1024 else 5) if on_gpu else 2
         table.row(f"dispatch and combine, {of}", both, 2 * sent, calls)
