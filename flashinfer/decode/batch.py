@@ -316,7 +316,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
             A logit per head that takes part in the softmax without a value.
         q_len_per_req : int, optional
             The planned one, or 1. With backend "trtllm-gen" or "cute-dsl", q may have another number of queries of each
-            request than was planned, outside CUDA graphs: the batch is then planned for it.
+            request than was planned, outside CUDA graphs: the batch is then planned for it, from the planned tables;
+            those that the caller gave on the GPU are read as they are then.
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         kv_block_scales, kv_cache_sf : (Tensor, Tensor) or Tensor, optional

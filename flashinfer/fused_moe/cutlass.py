@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import as_dtype, present, require
+from flashinfer._core.arguments import named
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, present, require
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts, narrow
@@ -19,10 +19,6 @@ _BYTES = (torch.uint8, torch.int64, torch.float4_e2m1fn_x2)
 _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
 # SiTU's tanh scales of the gate and of the factor where none are given, upstream's.
 SITU_SCALES = (4.0, 25.0)
-
-
-class NotOffered(ValueError, NotImplementedError):
-    """What upstream refuses by a NotImplementedError, and we by a ValueError as all else."""
 
 
 @replayed
@@ -189,7 +185,7 @@ def cutlass_fused_moe(
     torch.Size([2, 64])
     """
     if min_latency_mode:
-        raise NotOffered("min_latency_mode: got True; allowed: False")
+        raise UnsupportedConfig("min_latency_mode: got True; allowed: False")
     for name, value, only in (("cluster_size", cluster_size, 1), ("cluster_rank", cluster_rank, 0)):
         require(value == only, name, value, str(only))
     require(backend in ("cutlass", "auto"), "backend", repr(backend), "'cutlass', 'auto'")
