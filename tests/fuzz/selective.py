@@ -14,6 +14,7 @@ from flashinfer.testing.fuzz import Call
 from tests.cascade.test_cascade import TREES, Tree
 from tests.ops.attention.mla.latents import check as check_latents
 from tests.ops.attention.mla.latents import latents
+from tests.ops.tensor_cores import fp8_dots
 from tests.ops.topk.test_topk import best
 
 LENGTHS = (0, 1, 2, 15, 17, 63, 65, 129)
@@ -96,10 +97,10 @@ def indexer_logits(draw):
         out = torch.full((len(lens) * tokens, context), -math.inf, dtype=t, device=device)
         for i, (n, part) in enumerate(zip(lens, order)):
             part = part.to(device)
-            k, s = keys[part].flatten(0, 1)[:n].to(t), scales[part].flatten()[:n].to(t)
+            k, s = keys[part].flatten(0, 1)[:n], scales[part].flatten()[:n].to(t)
             for token in range(tokens):
                 seen, row = max(n - tokens + 1 + token, 0), i * tokens + token
-                dots = (k[:seen] @ q[i, token].to(t).T).relu()
+                dots = fp8_dots(k[:seen], q[i, token].T, t, device).relu()
                 parts = dots * weights[row].to(t) * s[:seen, None]
                 out[row, :seen] = parts.sum(1)
                 largest = max(largest, float(parts.abs().amax())) if seen else largest

@@ -87,6 +87,7 @@ mqa_logits = Op(
     "mqa_logits",
     Problem,
     (
+        Variant("sm90", "flashinfer.ops.attention.mqa_logits.sm90", config.refuses_sm90, config.choose_sm90),
         Variant("portable", "flashinfer.ops.attention.mqa_logits.portable", config.refuses, config.choose),
         Variant("reference", "flashinfer.ops.attention.mqa_logits.reference"),
     ),

@@ -1,9 +1,10 @@
-"""Tiles of the portable kernel of an indexer's scores. None was measured yet."""
+"""Tiles of the kernels of an indexer's scores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashinfer._core.sizes import power_of_two
 from flashinfer._core.target import Target
 
 
@@ -45,3 +46,52 @@ def refuses(p, target: Target) -> str:
     if p.num_heads > 128:
         return f"num_heads {p.num_heads} is more than 128"
     return ""
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """How the kernel for Hopper is cut.
+
+    Attributes
+    ----------
+    queries : int
+        Queries of a program, a power of two.
+    heads : int
+        Columns of a query in the product: its heads, rounded up to a power of two.
+    block_n : int
+        Keys per step.
+    num_warps, num_stages : int
+        Compiler options.
+    programs : int
+        Programs per multiprocessor that the keys of a group of queries are shared out for.
+    """
+
+    queries: int
+    heads: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+# Columns of a product, and bytes of its queries, which stay in shared memory.
+_COLUMNS, _QUERY_BYTES = 256, 32768
+
+
+def choose_sm90(p, target: Target) -> Sm90Config:
+    heads = power_of_two(p.num_heads, 16)
+    size = heads * power_of_two(p.head_dim, 32) * (1 if p.qk_format == "fp8" else 2)
+    most = max(1, min(_COLUMNS // heads, _QUERY_BYTES // size))
+    queries = most if p.page_size == 0 else min(most, power_of_two(p.tokens))
+    return Sm90Config(queries, heads, block_n=64, num_warps=4, num_stages=3, programs=4)
+
+
+def refuses_sm90(p, target: Target) -> str:
+    """Why the kernel for Hopper does not take the problem; '' if it does."""
+    if not target.is_cpu and target.capability != 90:
+        return "needs sm_90"
+    if p.qk_format == "mxfp4":
+        return "mxfp4 has no product on sm_90"
+    if not p.aligned:
+        return "pages do not start on 16 bytes"
+    return refuses(p, target)

@@ -121,7 +121,11 @@ def mqa_logits_kernel(
             page = _pages(tables, start + step, end, PAGE_SIZE, BLOCK_N)
         # Not a maximum with 0, which may drop a NaN.
         products = tl.where(products < 0, 0.0, products)
-        value = tl.sum(products * weight[None, :], 1)
+        products *= weight[None, :]
+        if HEADS != HEADS_PAD and (FORMAT == "bf16" or FORMAT == "fp16"):
+            # An infinite key times a head that is not there.
+            products = tl.where(head_ok[None, :], products, 0.0)
+        value = tl.sum(products, 1)
         if FORMAT == "fp8":
             value *= scale
         if CLEAN:

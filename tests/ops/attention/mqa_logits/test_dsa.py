@@ -11,6 +11,7 @@ from flashinfer.dsa_sparse_attention import dsa_sparse_attention, dsa_sparse_att
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
 from tests.ops.attention.mla.latents import attend
+from tests.ops.attention.mqa_logits.test_mqa_logits import run_by
 
 HALF = torch.float16
 
@@ -72,6 +73,21 @@ def test_lengths_about_top_k(length, device):
     keys = list(range(length))[-2:]
     assert ids[0].tolist() == keys + [-1] * (2 - len(keys))
     assert scores[0].tolist() == [16.0 * j for j in keys] + [-math.inf] * (2 - len(keys))
+
+
+@pytest.mark.parametrize("backend", ("auto", "portable", "sm90"))
+def test_an_infinite_key(backend, device, monkeypatch):
+    """Five heads stand in a product of more columns: a head that is not there adds nothing, times infinity too."""
+    if backend != "auto":
+        monkeypatch.setattr("flashinfer.dense_mqa.mqa_logits", run_by(backend))
+    q = torch.randn(2, 5, 16, device=device).to(HALF)
+    q[0, :, 0], q[1, :, 0] = -q[0, :, 0].abs(), q[1, :, 0].abs()
+    k = torch.zeros(3, 16, dtype=HALF, device=device)
+    k[1, 0] = torch.inf
+    given = q, k, torch.ones(2, 5, device=device), generate.indptr([2], device), generate.indptr([3], device)
+    offsets = torch.tensor([2], device=device)
+    ids, scores = dsa_indexer_topk(*given, top_k=2, softmax_scale=1.0, q_causal_offsets=offsets)
+    assert ids.tolist() == [[1, 2], [1, 2]] and scores.tolist() == [[0.0, 0.0], [math.inf, 0.0]]
 
 
 def truth(q, keys, rows, ckv, scale, dtype):

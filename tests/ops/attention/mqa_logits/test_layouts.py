@@ -5,22 +5,21 @@ import torch
 
 import flashinfer
 from flashinfer.dense_mqa import fp8_mqa_logits
-from flashinfer.ops.attention import mqa_logits as room
 from flashinfer.testing.compare import assert_close
-from tests.ops.attention.mqa_logits.test_mqa_logits import Case
+from tests.ops.attention.mqa_logits.test_mqa_logits import Case, run_by
 from tests.ops.quantize import truth as formats
+from tests.ops.tensor_cores import fp8_dots
 
 FP8 = torch.float8_e4m3fn
-BACKENDS = ("auto", "portable")
+BACKENDS = ("auto", "portable", "sm90")
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
-    """The variant for the device, and the portable one, on a CPU in the interpreter."""
+    """The variant for the device, and each of the others, on a CPU in the interpreter."""
     if request.param != "auto":
-        portable = lambda problem, device: room.mqa_logits(problem, device, "portable")
         for module in ("paged_mqa", "attn_scores", "dense_mqa"):
-            monkeypatch.setattr(f"flashinfer.{module}.mqa_logits", portable)
+            monkeypatch.setattr(f"flashinfer.{module}.mqa_logits", run_by(request.param))
     return request.param
 
 
@@ -109,22 +108,22 @@ def test_mxfp4_pages(tokens, interleaved, backend, device):
         compare(got.cpu(), truth, truth.float(), seen_of(lens, tokens))
 
 
-@pytest.mark.parametrize("heads", (1, 5, 32))
-def test_keys_side_by_side(heads, backend, device):
+@pytest.mark.parametrize("heads, keys", ((1, 70), (5, 70), (32, 70), (16, 2600)))
+def test_keys_side_by_side(heads, keys, backend, device):
     """Every element is written: -inf beside a query's keys; windows may be empty, or reach past the keys."""
     torch.manual_seed(1)
-    queries, keys, dim = 6, 70, 32
+    queries, dim, far = 6, 32, keys - 1
     q, k = torch.randn(queries, heads, dim).to(FP8), torch.randn(keys, dim).to(FP8)
     scales, weights = torch.rand(keys), torch.randn(queries, heads)
-    ks = torch.tensor([0, 5, 69, 0, 40, 7], dtype=torch.int32)
-    ke = torch.tensor([70, 5, 70, 1, 65, 200], dtype=torch.int64)
+    ks = torch.tensor([0, 5, far, 0, 40, 7], dtype=torch.int32) + (keys > 70) * 70
+    ke = torch.tensor([keys, 5, keys, 90, far, 3 * keys], dtype=torch.int64)
     given = [t.to(device) for t in (q, k, scales, weights, ks, ke)]
     got = fp8_mqa_logits(given[0], (given[1], given[2][:, None]), *given[3:])
     at = torch.arange(keys)
     seen = (at >= ks[:, None]) & (at < ke[:, None])
     results = []
     for dtype in (torch.float64, torch.float32):
-        dots = torch.einsum("qhd,kd->qhk", q.to(dtype), k.to(dtype)).relu()
+        dots = fp8_dots(q.flatten(0, 1), k.T, dtype, device).view(queries, heads, keys).relu()
         value = torch.einsum("qhk,qh->qk", dots, weights.to(dtype)) * scales.to(dtype)
         results.append(torch.where(seen, value, -torch.inf))
     assert_close(got.cpu(), results[1], results[0], "logits")

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from flashinfer._core.target import target_of
 from flashinfer.attn_scores import compute_paged_mqa_logits_schedule
 from flashinfer.ops.attention import mqa_logits as room
 from flashinfer.paged_mqa import fp8_paged_mqa_logits
 from flashinfer.testing.compare import assert_close
+from tests.ops.tensor_cores import fp8_dots
 
 FP8 = torch.float8_e4m3fn
 
@@ -51,16 +53,26 @@ class Case:
             count = min(int(self.lens[i]) if seen is None else int(seen[row]), context)
             for at in range(max(count, 0)):
                 page, slot = int(self.tables[i, at // self.page]), at % self.page
-                dots = self.q[i, t].to(dtype) @ self.keys[page, slot].to(dtype)
+                dots = fp8_dots(self.q[i, t], self.keys[page, slot, :, None], dtype, torch.device(self.device))[:, 0]
                 out[row, at] = (dots.relu() * self.weights[row].to(dtype)).sum() * self.scales[page, slot].to(dtype)
         return out
+
+
+def run_by(backend):
+    """The op with a variant of our choice; the portable one where that does not take the problem."""
+    takes = {variant.name: variant.refuses for variant in room.mqa_logits.variants}
+
+    def op(problem, device):
+        refused = takes[backend](problem, target_of(device))
+        return room.mqa_logits(problem, device, "portable" if refused else backend)
+
+    return op
 
 
 def run(backend, arguments, monkeypatch):
     """Through the public function, with a backend of our choice."""
     if backend != "auto":
-        op = room.mqa_logits
-        monkeypatch.setattr("flashinfer.paged_mqa.mqa_logits", lambda problem, device: op(problem, device, backend))
+        monkeypatch.setattr("flashinfer.paged_mqa.mqa_logits", run_by(backend))
     return fp8_paged_mqa_logits(**arguments)
 
 
@@ -73,10 +85,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("number", (0, 1))
+@pytest.mark.parametrize("number", (0, 1, 2))
 def test_logits(number, case, device, monkeypatch):
     x = Case(**CASES[case], device=device)
-    backend = ("auto", "portable")[number]
+    backend = ("auto", "portable", "sm90")[number]
     context = max(CASES[case]["lens"]) + 9
     tokens = x.q.shape[1]
     got = run(backend, x.arguments(context), monkeypatch).cpu()
@@ -90,7 +102,7 @@ def test_logits(number, case, device, monkeypatch):
     assert_close(got, same, truth, "clean logits")
 
 
-@pytest.mark.parametrize("backend", ("auto", "portable"))
+@pytest.mark.parametrize("backend", ("auto", "portable", "sm90"))
 def test_lengths_of_queries_and_a_short_result(backend, device, monkeypatch):
     x = Case([33, 20], tokens=2, device=device)
     each = torch.tensor([[33, 12], [0, 20]], dtype=torch.int32)
