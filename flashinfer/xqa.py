@@ -10,6 +10,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_apart, require
+from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import KvLayout
 from flashinfer._direct.given import scale, whole, with_pages
 from flashinfer._direct.trtllm_decode import trtllm_batch_decode_with_kv_cache
@@ -19,6 +20,7 @@ from flashinfer.ops.kv_layout import check_layout
 __all__ = ["xqa", "xqa_mla"]
 
 
+@direct(writes=("output",))
 @untraced
 @named(query="q", kv_cache="k_cache", block_tables="page_table", out="output", kv_block_scales="k_sf_cache",
        kv_cache_sf="k_sf_cache", o_data_type="output", q_data_type="q", kv_data_type="k_cache",

@@ -41,7 +41,7 @@ _ALIGN = 256
 # 480 to 740 us in full.
 _MOST_MADE = 256 << 20
 # Types of arguments that are compared by type and value, since 1, 1.0 and True are equal.
-_VALUES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+VALUES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 _aten = torch.ops.aten
 _ALLOCATES = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
@@ -126,7 +126,7 @@ def _append_signature(values: tuple, key: list, tensors: list) -> bool:
     tensors, and for values of other types."""
     for x in values:
         kind = type(x)
-        if kind in _VALUES:
+        if kind in VALUES:
             if kind is float and x == 0:
                 # 0.0 equals -0.0.
                 return False
@@ -160,11 +160,11 @@ class Recording(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self._launches: list[tuple[Callable, list]] = []
+        self.launches: list[tuple[Callable, list]] = []
         # Allocated tensors, and for seeds the function that draws them.
-        self._made: list[tuple[torch.Tensor, Callable | None]] = []
+        self.made: list[tuple[torch.Tensor, Callable | None]] = []
         self._bytes = 0
-        self._alone = not env.DEBUG.is_on()
+        self.alone = not env.DEBUG.is_on()
 
     def __enter__(self):
         _now.recording = self
@@ -183,19 +183,23 @@ class Recording(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATES or func in _DRAWS:
             self._bytes += result.numel() * result.element_size()
-            self._made.append((result, None if func in _ALLOCATES else partial(func, *args, **(kwargs or {}))))
+            self.made.append((result, None if func in _ALLOCATES else partial(func, *args, **(kwargs or {}))))
         if not (func in _ALLOCATES or func in _DRAWS or func.is_view) or self._bytes > _MOST_MADE:
             self.refuse()
         return result
 
     def refuse(self) -> None:
-        self._alone = False
-        self._made.clear()
+        self.alone = False
+        self.made.clear()
 
     def add(self, hold: Callable[[], Callable], bases: list) -> None:
         """Add a launch: `hold()` returns a function of the addresses of `bases`, its tensors (or None, or
         addresses)."""
-        self._launches.append((hold, bases))
+        self.launches.append((hold, bases))
+
+    def add_kept(self, launch: Callable, bases: list) -> None:
+        """Add a launch that reads memory which the thread keeps for the stream: a replay of any thread has none."""
+        self.refuse()
 
     def repeat(self, tensors: list[torch.Tensor], addresses: list[int], result) -> Callable | None:
         """A function that repeats the call for (tensors, addresses, ...) of another one; None if it cannot be replayed.
@@ -205,16 +209,16 @@ class Recording(TorchDispatchMode):
         tensors, addresses, result
             Those of the recorded call.
         """
-        if not self._alone or not self._launches:
+        if not self.alone or not self.launches:
             return None
         several = isinstance(result, (tuple, list))
         results = result if several else () if result is None else (result,)
-        sources = _Sources(tensors, addresses, self._made, results)
-        picks = [sources.picker(bases) for _, bases in self._launches]
+        sources = _Sources(tensors, addresses, self.made, results)
+        picks = [sources.picker(bases) for _, bases in self.launches]
         returned = [sources.object(x) for x in results]
         if None in picks or None in returned:
             return None
-        launches = [(hold(), pick) for (hold, _), pick in zip(self._launches, picks, strict=True)]
+        launches = [(hold(), pick) for (hold, _), pick in zip(self.launches, picks, strict=True)]
         return sources.repeat(launches, returned, type(result) if several else None)
 
 

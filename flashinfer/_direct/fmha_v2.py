@@ -9,6 +9,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import UnsupportedConfig, dtype_name, present, require, require_tensor
+from flashinfer._core.direct_replay import direct
 from flashinfer._direct.given import check_bound, flag, head_sinks, real, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, in_blocks
@@ -20,6 +21,7 @@ _LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD",
 _MASKS = ("causal", "sliding_window", "chunked", "padding")
 
 
+@direct(bounds=("max_kv_len",))
 @untraced
 @named(q_data_type="qkv", num_qo_heads="qkv", head_dim_qk="qkv", kv_data_type="qkv",
        num_kv_heads="qkv", head_dim_vo="qkv", page_size="qkv", v_scale="bmm2_scale",

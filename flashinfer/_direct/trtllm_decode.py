@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_values, require
+from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
@@ -16,6 +17,7 @@ from flashinfer.ops.kv_layout import LAYOUTS, check_layout
 from flashinfer.utils import FP4Tensor
 
 
+@direct(bounds=("max_seq_len",))
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
@@ -280,6 +282,7 @@ def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch
     return dict(q_len=q_len), q_len
 
 
+@direct(bounds=("max_seq_len",))
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",

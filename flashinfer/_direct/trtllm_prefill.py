@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
+from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
@@ -21,6 +22,7 @@ from flashinfer.utils import FP4Tensor
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+@direct(bounds=("max_kv_len",))
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
@@ -135,6 +137,7 @@ def trtllm_batch_context_with_kv_cache(
     ))  # fmt: skip
 
 
+@direct(bounds=("max_kv_len",))
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
        num_kv_heads="key", head_dim_vo="value", page_size="key", v_scale="bmm2_scale",

@@ -7,6 +7,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
+from flashinfer._core.direct_replay import direct
 from flashinfer._direct.given import (
     check_bound, check_caches, head_sinks, most_rows, scale as scale_of, whole, with_pages,
 )  # fmt: skip
@@ -15,6 +16,7 @@ from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_of
 
 
+@direct(bounds=("max_sequence_kv",))
 @untraced
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",

@@ -9,6 +9,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_apart, check_values, require
+from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend, LseBase
 from flashinfer._direct.given import check_caches, flag, most_rows
 from flashinfer._direct.given import scale as scale_of
@@ -17,6 +18,7 @@ from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_inte
 from flashinfer.ops.attention.tables import Table
 
 
+@direct(bounds=("max_sequence_kv",), only_with="block_tables")
 @untraced
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",
@@ -182,8 +184,10 @@ def cudnn_batch_prefill_with_kv_cache(
         )
         result = attend_rows(q, k_cache, v_cache, table, **call)
     rows, row_lse = result if isinstance(result, tuple) else (result, None)
-    # The lengths of keys do not matter here, only the number of requests.
-    spans = Table(**queries, kv_lens=torch.zeros(batch, dtype=torch.int32, device=q.device))
+    spans = Table()
+    if moved or (row_lse is not None and (not packed or lse_moved)):
+        # The lengths of keys do not matter here, only the number of requests.
+        spans = Table(**queries, kv_lens=torch.zeros(batch, dtype=torch.int32, device=q.device))
     if moved and of_o.starts is not None:
         out = torch.empty(rows.shape, dtype=o_dtype, device=q.device) if out is None else out
         rows = _placed(rows, out, of_o.starts[:batch], spans)

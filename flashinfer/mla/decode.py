@@ -7,6 +7,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import present, require
+from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend
 from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
@@ -23,6 +24,7 @@ _XQA_HEAD_DIM = 192
 _MOST_HEADS = 128
 
 
+@direct(bounds=("max_seq_len",))
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
@@ -265,6 +267,7 @@ def token_table(
     return block_table(tokens, lens, q_len=1)
 
 
+@direct(bounds=("max_seq_len",))
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
@@ -319,6 +322,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     )  # fmt: skip
 
 
+@direct(writes=("output",))
 @untraced
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", kv_cache="k_cache", out="output",

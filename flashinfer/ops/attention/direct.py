@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from flashinfer._core import env, workspace
+from flashinfer._core import env, replay, workspace
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.kernels import Kernels, kernels_of
 from flashinfer.ops.attention.mla.operands import Factors, attend
@@ -60,6 +60,8 @@ def run_direct(asked: PlanOptions, table: Table, q: torch.Tensor, kv, views, *, 
     rows = tile_rows(table.q_len or longest_q, asked.group)
     plan = _plan_of(kernels_of(asked, rows, table.mask is not None, device, backend))
     plan.fill(table, Limits(table.batch_size, q.shape[0], kv_tokens))
+    if replay.recording() is not None:
+        plan.bind_again()
     return plan.run(q, kv, views, **call)
 
 
@@ -88,6 +90,8 @@ def run_latent(asked: PlanOptions, table: Table, q_nope, q_pe, ckv, kpe, factors
     rows = table.batch_size * table.q_len if table.q_len else q_nope.shape[0]
     keys = table.kv_indices.shape[0] * (1 if asked.sparse else asked.page_size)
     plan.fill(table, Limits(table.batch_size, rows, keys))
+    if replay.recording() is not None:
+        plan.bind_again()
     return attend(plan, q_nope, q_pe, ckv, kpe, factors, **call)
 
 

@@ -11,6 +11,7 @@ import torch
 from flashinfer._core.alike import like
 from flashinfer._core.checks import require
 from flashinfer._core.dispatch import Choice
+from flashinfer._core.replay import recording
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention import operands
 from flashinfer.ops.attention.kernels import Kernels
@@ -309,6 +310,15 @@ class Plan:
         if key is not None and not self.debug:
             keep(self.replays, key, Replay(launch, like(*given), **replayed))
         launch(*x.addresses())
+        recorded = recording()
+        if recorded is not None and key is not None:
+            recorded.add_kept(launch, list(x.moving()))
+        elif recorded is not None:
+            recorded.refuse()
+
+    def bind_again(self) -> None:
+        """Have the next call bound as one that no replay serves, so that its launch is one of its own."""
+        self.replays = {}
 
     def fill_gaps(self, out: torch.Tensor, lse: torch.Tensor | None, new_out: bool, new_lse: bool) -> None:
         """Give the rows of no request what rows without keys have, in outputs that are new.

@@ -188,10 +188,13 @@ class Inputs:
     k_factors: torch.Tensor | None = None
     v_factors: torch.Tensor | None = None
 
+    def moving(self) -> tuple[torch.Tensor | None, ...]:
+        """q, k, v, out, lse and page ids: what moves from a launch to its replay."""
+        return self.q, self.k, self.v, self.out, self.lse, self.table.kv_indices
+
     def addresses(self) -> tuple[int, ...]:
-        """Of q, k, v, out, lse and page ids (0 for none): what moves from a launch to its replay."""
-        moving = self.q, self.k, self.v, self.out, self.lse, self.table.kv_indices
-        return tuple([0 if t is None else t.data_ptr() for t in moving])
+        """Of `moving`, 0 for None."""
+        return tuple([0 if t is None else t.data_ptr() for t in self.moving()])
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.replay import recording
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kernel
 from flashinfer.ops.attention.problem import Problem
 from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity
@@ -158,6 +159,9 @@ class WorkList:
             launch = self._fills[key] = self._launch(table)
         self.refill = launch
         launch(*table.addresses())
+        recorded = recording()
+        if recorded is not None:
+            recorded.add_kept(launch, list(table.lengths()))
 
     @property
     def cut(self) -> tuple[Limits, int, int]:

@@ -148,10 +148,13 @@ class Inputs:
     v_scale: torch.Tensor | None = None
     params: tuple = ()
 
+    def moving(self) -> tuple[torch.Tensor | None, ...]:
+        """q_nope, q_pe, ckv, kpe, out, lse and page ids: what moves from a launch to its replay."""
+        return self.q_nope, self.q_pe, self.ckv, self.kpe, self.out, self.lse, self.table.kv_indices
+
     def addresses(self) -> tuple[int, ...]:
-        """Of q_nope, q_pe, ckv, kpe, out, lse and page ids, 0 for none: what moves from a launch to its replay."""
-        moving = self.q_nope, self.q_pe, self.ckv, self.kpe, self.out, self.lse, self.table.kv_indices
-        return tuple([0 if t is None else t.data_ptr() for t in moving])
+        """Of `moving`, 0 for None."""
+        return tuple([0 if t is None else t.data_ptr() for t in self.moving()])
 
 
 def matrix_of(cache: torch.Tensor) -> Matrix | None:

@@ -123,6 +123,7 @@ class Bound:
             attend(q_nope, q_pe, ckv, kpe, out, lse, kv_indices)
             combine(out, lse)
 
+        launch.kept = [*attend.kept, *combine.kept]
         return launch
 
 

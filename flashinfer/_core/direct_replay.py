@@ -1,0 +1,310 @@
+"""Replay of functions that plan and launch at every call: block tables and lengths are on the device, work lists stay.
+
+It is launch replay (`flashinfer/_core/replay.py`) with these differences.
+
+- Launches may read memory that the thread keeps for its stream, such as work lists. So a replay is of one thread, and a
+  captured stream, which gets memory of its own, has none.
+- A signature is looked up by what is no tensor and by the shape of the first tensor; one call into torch compares all
+  tensors (`flashinfer/_core/alike.py`).
+- Arguments that only bound what others say are no part of it: a longest request that grows with every step.
+- What a launch keeps of the caller's beside what moves (sinks, a workspace) has to be in the same memory.
+- An output in the memory of another tensor of the call is left to a call in full, which refuses some of these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+
+from flashinfer._core import env, target
+from flashinfer._core.alike import like
+from flashinfer._core.replay import VALUES, Recording, recording
+
+# Signatures that are kept of one function and thread, calls of one that differ in their tensors, and the recordings of a
+# signature that may fail.
+_MOST, _MOST_ALIKE, _MOST_FAILED = 4096, 16, 4
+_debug = env.DEBUG.reader()
+
+
+class _Kept(NamedTuple):
+    """One recorded call.
+
+    Attributes
+    ----------
+    like : callable
+        Whether tensors are like those of the call.
+    low : list of int
+        The last four bits of each address.
+    stays : list of (int, int)
+        Tensors that do not move, and where they are.
+    same : list of (int, int)
+        Tensors that begin where another one does.
+    writes : list of (int, int, list of (int, int))
+        Outputs, their bytes, and all other tensors with theirs.
+    repeat : callable (tensors, addresses)
+    """
+
+    like: Callable[..., bool]
+    low: list[int]
+    stays: list[tuple[int, int]]
+    same: list[tuple[int, int]]
+    writes: list[tuple[int, int, list[tuple[int, int]]]]
+    repeat: Callable
+
+
+class DirectRecording(Recording):
+    """Records one call, with launches on memory that the thread keeps."""
+
+    def add_kept(self, launch: Callable, bases: list) -> None:
+        self.add(lambda: launch, bases)
+
+
+class _Calls(threading.local):
+    def __init__(self):
+        # By signature: how many recordings failed, and what was recorded, the latest first.
+        self.known: dict[tuple, tuple[int, list[_Kept]]] = {}
+
+
+class _Layout:
+    """What the types of a call's arguments say of them.
+
+    Parameters
+    ----------
+    types : tuple of type
+        Of the arguments, by position and then by name.
+    bounds : sequence of int
+        Places of integers that are bounds.
+
+    Attributes
+    ----------
+    fits : bool
+        Whether such calls can be replayed.
+    tensors, others : callable
+        Of all arguments, those that are tensors, and those whose values are compared.
+    pairs, floats, bounds : list of int
+        Places of tuples and lists, of floats, and of bounds.
+    """
+
+    def __init__(self, types: tuple[type, ...], bounds: Sequence[int]):
+        places = list(enumerate(types))
+        tensors = [i for i, kind in places if issubclass(kind, torch.Tensor)]
+        self.bounds = [i for i in bounds if types[i] is int]
+        self.pairs = [i for i, kind in places if kind in (tuple, list)]
+        self.floats = [i for i, kind in places if kind is float]
+        others = [i for i, kind in places if kind in VALUES and i not in self.bounds]
+        known = len(tensors) + len(others) + len(self.bounds) + len(self.pairs)
+        self.fits = known == len(types) and bool(tensors)
+        self.tensors, self.others = _all_of(tensors), _all_of(others)
+
+
+def _all_of(places: list[int]) -> Callable:
+    """A function that gives the elements at some places; itemgetter gives no tuple for one."""
+    return itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
+
+
+def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[str] = ("out", "lse")) -> Callable:
+    """Replay the calls of a public function, except calls on the CPU, traced ones, and those in a captured stream.
+
+    Parameters
+    ----------
+    bounds : sequence of str
+        Integers of which a call depends on no more than that they are 0 to 2^31 - 1.
+    only_with : str
+        An argument by name without which that is not so.
+    writes : sequence of str
+        Tensors that it writes.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        names = list(inspect.signature(function).parameters)
+        calls, layouts = _Calls(), {}
+
+        def layout_of(types: tuple[type, ...], count: int, given: tuple[str, ...]) -> _Layout:
+            # The first `count` arguments are given by position.
+            if len(layouts) >= _MOST:
+                layouts.clear()
+            at = dict(zip([*names[:count], *given], range(len(types))))
+            there = not only_with or (only_with in at and issubclass(types[at[only_with]], torch.Tensor))
+            places = [at[name] for name in bounds if name in at] if there else []
+            layout = layouts[types, given] = _Layout(types, places)
+            return layout
+
+        @wraps(function)
+        def call(*args, **given):
+            if torch.compiler.is_compiling() or recording() is not None:
+                return function(*args, **given)
+            values, named = ((*args, *given.values()), tuple(given)) if given else (args, ())
+            types = tuple(map(type, values))
+            layout = layouts.get((types, named)) or layout_of(types, len(args), named)
+            if not layout.fits:
+                return function(*args, **given)
+            tensors = [*layout.tensors(values)]
+            first = tensors[0]
+            if not first.is_cuda:
+                return function(*args, **given)
+            for i in layout.pairs:
+                pair = values[i]
+                if len(pair) != 2 or not (isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor)):
+                    return function(*args, **given)
+                tensors += pair
+            for i in layout.bounds:
+                if not 0 <= values[i] < 1 << 31:
+                    return function(*args, **given)
+            for i in layout.floats:
+                if values[i] == 0:
+                    # 0.0 equals -0.0.
+                    return function(*args, **given)
+            if torch.cuda.is_current_stream_capturing():
+                return function(*args, **given)
+            key = (
+                layout, layout.others(values), first.shape, torch._C._cuda_getCurrentRawStream(first.get_device()), _debug(),
+                target.overridden(),
+            )  # fmt: skip
+            known = calls.known
+            before = known.get(key)
+            if before is None:
+                if len(known) >= _MOST:
+                    known.clear()
+                result = function(*args, **given)
+                known[key] = 0, []
+                return result
+            addresses = [x.data_ptr() for x in tensors]
+            for kept in before[1]:
+                if kept.like(*tensors):
+                    if _may_repeat(kept, addresses):
+                        return kept.repeat(tensors, addresses)
+                    return function(*args, **given)
+            failed, alike = before
+            if failed >= _MOST_FAILED:
+                return function(*args, **given)
+            with DirectRecording() as recorded:
+                result = function(*args, **given)
+            outputs = [x for name, x in zip(names, args) if name in writes] + [given.get(name) for name in writes]
+            kept = _kept(recorded, tensors, addresses, [x for x in outputs if isinstance(x, torch.Tensor)], result)
+            if kept is None:
+                known[key] = failed + 1, alike
+            else:
+                alike.insert(0, kept)
+                del alike[_MOST_ALIKE:]
+            return result
+
+        call.direct_calls = calls
+        return call
+
+    return decorate
+
+
+def _may_repeat(kept: _Kept, addresses: list[int]) -> bool:
+    low = 0
+    for at in addresses:
+        low |= at
+    if low % 16 or any(kept.low):
+        if [at % 16 for at in addresses] != kept.low:
+            return False
+    for i, at in kept.stays:
+        if addresses[i] != at:
+            return False
+    for i, j in kept.same:
+        if addresses[i] != addresses[j]:
+            return False
+    for i, size, others in kept.writes:
+        begin = addresses[i]
+        end = begin + size
+        for j, count in others:
+            if addresses[j] < end and begin < addresses[j] + count:
+                return False
+    return True
+
+
+def _bytes_of(t: torch.Tensor) -> int:
+    """From the first to the last element."""
+    if not t.numel():
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+
+
+def _kept(recorded: Recording, tensors: list, addresses: list[int], outputs: list, result) -> _Kept | None:
+    """What serves calls like the recorded one; None where not all of it was launches whose addresses the call gives."""
+    several = isinstance(result, (tuple, list))
+    results = list(result) if several else [] if result is None else [result]
+    if not (recorded.alone and recorded.launches and all(x is None or isinstance(x, torch.Tensor) for x in results)):
+        return None
+    storages = [x.untyped_storage().data_ptr() for x in tensors]
+    # New outputs, in the shape that the function gives them. Other new memory may be what the stream keeps from now on.
+    bases, makers, returned = list(addresses), [], []
+    made = {x.data_ptr(): x for x, draws in recorded.made if draws is None and x.numel()}
+    for x in results:
+        at = None if x is None else next((i for i, y in enumerate(tensors) if y is x), None)
+        if at is None and x is not None:
+            source = made.pop(x.data_ptr(), None)
+            if source is None or not x.is_contiguous() or (x.numel(), x.dtype) != (source.numel(), source.dtype):
+                return None
+            at = len(bases)
+            bases.append(x.data_ptr())
+            makers.append((x.shape, x.dtype))
+        returned.append(at)
+    if made or len(recorded.made) != len(makers):
+        return None
+    launches, stays = [], {}
+    for hold, moving in recorded.launches:
+        launch = hold()
+        for x in launch.kept:
+            if isinstance(x, torch.Tensor):
+                stays |= {i: addresses[i] for i, at in enumerate(storages) if at == x.untyped_storage().data_ptr()}
+        picks = [_place(x, bases, storages) for x in moving]
+        if None in picks:
+            return None
+        launches.append((launch, picks))
+    writes = []
+    for x in outputs:
+        i = next(i for i, y in enumerate(tensors) if y is x)
+        writes.append((i, _bytes_of(x), [(j, _bytes_of(y)) for j, y in enumerate(tensors) if y is not x]))
+    repeat = _repeat(launches, makers, tensors[0].device, returned, type(result), several)
+    same = [(i, addresses.index(at)) for i, at in enumerate(addresses) if addresses.index(at) != i]
+    kept = _Kept(like(*tensors), [at % 16 for at in addresses], list(stays.items()), same, writes, repeat)
+    return kept if _may_repeat(kept, addresses) else None
+
+
+def _place(x: torch.Tensor | None, bases: list[int], storages: list[int]) -> tuple[int, int] | None:
+    """Which base an address comes from, and the bytes between; the base past all is 0. None where that is not clear."""
+    if x is None:
+        return len(bases), 0
+    at = x.data_ptr()
+    if at in bases:
+        return bases.index(at), 0
+    storage = x.untyped_storage().data_ptr()
+    inside = {bases[i] for i, begin in enumerate(storages) if begin == storage}
+    if len(inside) != 1:
+        return None
+    (base,) = inside
+    return bases.index(base), at - base
+
+
+def _repeat(launches: list, makers: list, device, returned: list[int | None], kind: type, several: bool) -> Callable:
+    """The function that makes outputs and launches for other tensors."""
+    picked = []
+    for launch, picks in launches:
+        if any(offset for _, offset in picks):
+            picked.append((launch, lambda at, picks=picks: [at[i] + offset for i, offset in picks]))
+        else:
+            picked.append((launch, _all_of([i for i, _ in picks])))
+
+    def repeat(tensors: list[torch.Tensor], addresses: list[int]):
+        for shape, dtype in makers:
+            new = torch.empty(shape, dtype=dtype, device=device)
+            tensors.append(new)
+            addresses.append(new.data_ptr())
+        addresses.append(0)
+        for launch, pick in picked:
+            launch(*pick(addresses))
+        if several:
+            return kind([None if i is None else tensors[i] for i in returned])
+        return tensors[returned[0]] if returned else None
+
+    return repeat

@@ -1,0 +1,292 @@
+"""Replay of calls without a plan, on a card that is not there: what a later call launches is what it would in full."""
+
+import threading
+
+import pytest
+import torch
+
+import flashinfer
+from tests.core.card_process import card_process
+from tests.ops.attention.test_replay import halves, holds, table, words, workspace
+
+PAGE, BATCH, WIDTH = 16, 3, 4
+
+
+@pytest.fixture(scope="module")
+def on_card(tmp_path_factory):
+    with card_process(tmp_path_factory.mktemp("card")) as call:
+        yield call
+
+
+def blocks(batch=BATCH, width=WIDTH):
+    return torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+
+
+def lengths(batch=BATCH):
+    return torch.full((batch,), 33, dtype=torch.int32)
+
+
+def caches(layout="NHD", heads=2):
+    shape = (20, PAGE, heads, 64) if layout == "NHD" else (20, heads, PAGE, 64)
+    return halves(*shape), halves(*shape)
+
+
+def decode(function="trtllm_batch_decode_with_kv_cache", batch=BATCH, width=WIDTH, most=40, **others):
+    q, out = halves(batch, 4, 64), halves(batch, 4, 64)
+    given = dict(max_seq_len=most, bmm1_scale=0.125, bmm2_scale=0.5, out=out, kv_layout="NHD") | others
+    return getattr(flashinfer.decode, function), (q, caches(), workspace(), blocks(batch, width), lengths(batch)), given
+
+
+def xqa(batch=BATCH, **others):
+    q, out = halves(batch, 1, 4, 64), halves(batch, 1, 4, 64)
+    tensors = q, *caches(), blocks(batch), lengths(batch).view(batch, 1), out, workspace(), workspace()
+    return flashinfer.xqa.__call__.__globals__["xqa"], (*tensors, 2, PAGE), others
+
+
+def context(batch=BATCH, most=40, **others):
+    q, out, indptr = halves(4 * batch, 4, 64), halves(4 * batch, 4, 64), torch.arange(batch + 1, dtype=torch.int32) * 4
+    tensors = q, caches(), workspace(), blocks(batch), lengths(batch)
+    given = dict(out=out, kv_layout="NHD") | others
+    return flashinfer.prefill.trtllm_batch_context_with_kv_cache, (
+        *tensors, 4, most, 0.125, 1.0, batch, indptr, indptr,
+    ), given  # fmt: skip
+
+
+def cudnn(batch=BATCH, most=40, **others):
+    given = dict(max_sequence_kv=most, actual_seq_lens_kv=lengths(batch), block_tables=blocks(batch),
+                 out=halves(batch, 4, 64)) | others  # fmt: skip
+    return flashinfer.cudnn_batch_decode_with_kv_cache, (
+        halves(batch, 4, 64), *caches("HND"), 0.125, workspace(),
+    ), given  # fmt: skip
+
+
+def cudnn_prefill(batch=BATCH, most=40, **others):
+    lens = torch.full((batch,), 4, dtype=torch.int32)
+    given = dict(max_token_per_sequence=4, max_sequence_kv=most, actual_seq_lens_q=lens, actual_seq_lens_kv=lens.clone(),
+                 block_tables=blocks(batch), causal=True, return_lse=False, out=halves(4 * batch, 4, 64)) | others  # fmt: skip
+    return flashinfer.prefill.cudnn_batch_prefill_with_kv_cache, (
+        halves(4 * batch, 4, 64), *caches("HND"), 0.125, workspace(),
+    ), given  # fmt: skip
+
+
+def latent(batch=BATCH, most=40, **others):
+    q, out = halves(batch, 1, 4, 80), halves(batch, 1, 4, 64)
+    given = dict(bmm1_scale=0.1, bmm2_scale=0.5, out=out) | others
+    return flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla, (
+        q, halves(20, PAGE, 80), workspace(), 64, 64, 16, blocks(batch), lengths(batch), most,
+    ), given  # fmt: skip
+
+
+def xqa_latent(batch=BATCH):
+    cache = halves(20, PAGE, 128)
+    return flashinfer.xqa_mla, (
+        halves(batch, 1, 4, 128), cache, cache, blocks(batch), lengths(batch), halves(batch, 1, 4, 64), workspace(),
+        workspace(), PAGE,
+    ), {}  # fmt: skip
+
+
+CASES = dict(decode=decode, xqa_decode=lambda **o: decode("xqa_batch_decode_with_kv_cache", **o), xqa=xqa,
+             context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill, latent=latent, xqa_latent=xqa_latent)  # fmt: skip
+
+
+def addresses_of(given):
+    """Where the tensors of a call begin."""
+    for x in given:
+        if isinstance(x, torch.Tensor):
+            yield x.data_ptr()
+        elif isinstance(x, tuple):
+            yield from addresses_of(x)
+
+
+def assert_alike(launches, full, callers):
+    """Launches are the same but for memory of ours, which may be elsewhere if it is so throughout."""
+    assert [x[:3] for x in launches] == [x[:3] for x in full] and launches
+    ours = {}
+    for mine, others in zip(launches, full, strict=True):
+        for word, other in zip(words(mine), words(others), strict=True):
+            if word != other:
+                # No number and no address of the caller's is so large.
+                assert min(word, other) > 1 << 40 and not {word, other} & callers
+            assert ours.setdefault(word, other) == other
+    assert len(set(ours.values())) == len(ours)
+
+
+def same_as_in_full(card, made, held=None):
+    """A call launches what it launches in full, and prepares so many launches."""
+    function, args, given = made
+    launches = []
+    count = holds(lambda: launches.extend(card.made(lambda: function(*args, **given))))
+    assert held is None or count == held
+    full = card.made(lambda: function.__wrapped__(*args, **given))
+    assert_alike(launches, full, set(addresses_of((*args, *given.values()))))
+
+
+def like_an_earlier_one(card, name):
+    """From the third call on nothing is prepared, in new memory each time, whatever the longest request may be."""
+    case = CASES[name]
+    grows = [{}] * 4 if name in ("xqa", "xqa_latent") else [dict(most=most) for most in (48, 49, 1000, 1)]
+    for change in grows[:2]:
+        function, args, given = case(**change)
+        function(*args, **given)
+    keep = []
+    for change in grows:
+        made = case(**change)
+        keep.append(made)
+        # Latent attention takes partial results from the caller's workspace: that is part of what is kept.
+        same_as_in_full(card, made, None if "latent" in name else 0)
+
+
+def other_sizes(card, name):
+    """Other batches and tables come between, each with launches of its own."""
+    case = CASES[name]
+    for batch in (3, 5, 3, 300, 5, 3, 300, 3):
+        same_as_in_full(card, case(batch=batch))
+    if name == "decode":
+        for width in (4, 9, 4, 40, 9):
+            same_as_in_full(card, case(width=width))
+
+
+def repeated(made, times=3):
+    function, args, given = made
+    for _ in range(times):
+        result = function(*args, **given)
+    return result
+
+
+def new_outputs(card):
+    """Outputs that a function makes are new at each call, and what it launches writes them."""
+    for made in (decode(out=None), decode(out=None, return_lse=True), latent(out=None, return_lse=True),
+                 context(out=None), cudnn_prefill(out=None, return_lse=True)):  # fmt: skip
+        function, args, given = made
+        expected = function.__wrapped__(*args, **given)
+        repeated(made)
+        results = []
+        launches = card.made(lambda: results.append(function(*args, **given)))
+        before = repeated(made, 1)
+        pairs = zip(*[x if isinstance(x, tuple) else (x,) for x in (results[0], before, expected)], strict=True)
+        for x, other, like in pairs:
+            assert x.data_ptr() != other.data_ptr() and x.shape == like.shape and x.dtype == like.dtype
+            assert x.data_ptr() in {word for launch in launches for word in words(launch)}
+    several = decode("xqa_batch_decode_with_kv_cache", out=None, q_len_per_req=2)
+    several = several[0], (halves(2 * BATCH, 4, 64), *several[1][1:]), several[2]
+    assert repeated(several, 4).shape == (BATCH, 2, 4, 64)
+
+
+def what_is_refused(card):
+    """A replay refuses what a call in full does."""
+    made = decode()
+    repeated(made)
+    function, args, given = made
+    q = args[0]
+    shared = halves(BATCH + 1, 4, 64)
+    for change, name in ((dict(max_seq_len=-1), "max_seq_len"), (dict(window_left="x"), "window_left"),
+                         (dict(out=halves(BATCH, 4, 32)), "out"), (dict(bmm1_scale=float("nan")), "bmm1_scale"),
+                         (dict(kv_layout="HDN"), "kv_layout")):  # fmt: skip
+        for _ in range(3):
+            with pytest.raises(ValueError, match=name):
+                function(*args, **given | change)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="out: got some of the memory of query"):
+            function(shared[:-1], *args[1:], **given | dict(out=shared[1:]))
+        with pytest.raises(ValueError, match="query: got 3 tokens; allowed: 4 requests"):
+            function(*args[:4], lengths(BATCH + 1), **given)
+    # In place is allowed, and written where it is.
+    for _ in range(3):
+        same_as_in_full(card, (function, args, given | dict(out=q)))
+
+
+def what_moves_and_what_stays(card):
+    """Sinks and scales in tensors are read where they are; lengths of another type are converted at each call."""
+    for _ in range(4):
+        same_as_in_full(card, decode(sinks=torch.zeros(4)))
+    kept = torch.zeros(4)
+    for _ in range(4):
+        same_as_in_full(card, decode(sinks=kept))
+    for change in (dict(bmm1_scale=torch.ones(1)), dict(bmm2_scale=0.0), dict(bmm2_scale=-0.0)):
+        made = decode(**change)
+        for _ in range(4):
+            launches = card.made(lambda made=made: made[0](*made[1], **made[2]))
+            full = card.made(lambda made=made: made[0].__wrapped__(*made[1], **made[2]))
+            assert [x[:3] for x in launches] == [x[:3] for x in full]
+    function, args, given = decode()
+    wide = lengths().long()
+    for _ in range(4):
+        first = card.made(lambda: function(*args[:4], wide, **given))
+        assert wide.data_ptr() not in {word for launch in first for word in words(launch)}
+    # A window, a scale and a layout are part of what is asked for.
+    for change in (dict(window_left=7), dict(bmm1_scale=0.5), dict(window_left=-1)) * 3:
+        same_as_in_full(card, decode(**change))
+
+
+def workspaces_of_latent_attention(card):
+    """Partial results go to the workspace of the call."""
+    for _ in range(2):
+        for function, args, given in (latent(), latent()):
+            room = torch.empty(1 << 24, dtype=torch.uint8)
+            for _ in range(4):
+                launches = card.made(lambda f=function, a=args, g=given, room=room: f(*a[:2], room, *a[3:], **g))
+                begin, end = room.data_ptr(), room.data_ptr() + room.nbytes
+                assert any(begin <= word < end for launch in launches for word in words(launch))
+
+
+def streams_threads_and_captures(card):
+    """Work lists are of a stream and a thread; in a capture they are the graph's."""
+    made = decode()
+    repeated(made)
+
+    def items():
+        schedule, attend = (words(launch) for launch in card.made(lambda: made[0](*made[1], **made[2])))
+        assert schedule[0] in attend
+        return schedule[0]
+
+    mine = {items() for _ in range(4)}
+    assert len(mine) == 1
+    card.stream = 9
+    try:
+        others = [items() for _ in range(4)]
+    finally:
+        card.stream = 7
+    card.capture, card.known = 5, True
+    try:
+        others += [items() for _ in range(4)]
+    finally:
+        card.capture, card.known = None, False
+    thread = threading.Thread(target=lambda: others.extend([items() for _ in range(4)]))
+    thread.start()
+    thread.join()
+    assert len(others) == 12 and items() in mine and not mine & {*others}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_like_an_earlier_one(name, on_card):
+    on_card(like_an_earlier_one, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_sizes_between(name, on_card):
+    on_card(other_sizes, name)
+
+
+@pytest.mark.parametrize("case", (new_outputs, what_is_refused, what_moves_and_what_stays, workspaces_of_latent_attention,
+                                  streams_threads_and_captures))  # fmt: skip
+def test_replays(case, on_card):
+    on_card(case)
+
+
+def test_a_longest_request_is_a_bound(device):
+    """On a CPU, and where kernels run: results do not depend on it."""
+    q, (k, v) = torch.randn(2, 4, 64, device=device).half(), torch.randn(2, 8, PAGE, 2, 64, device=device).half()
+    tables, lens = blocks(2).to(device), table(33, 64).to(device)
+    scratch = torch.empty(0, dtype=torch.uint8, device=device)
+    results = [
+        flashinfer.decode.xqa_batch_decode_with_kv_cache(q, (k, v), scratch, tables, lens, most, 0.125)
+        for most in (64, 65, 66, 1 << 20, 0)
+    ]
+    lens[0] = 5
+    changed = flashinfer.decode.xqa_batch_decode_with_kv_cache(q, (k, v), scratch, tables, lens, 67, 0.125)
+    assert all(torch.equal(results[0], x) for x in results)
+    for request, count, x in ((0, 33, results[0]), (1, 64, results[0]), (0, 5, changed), (1, 64, changed)):
+        rows = [t[tables[request].long()].flatten(0, 1)[:count].double().repeat_interleave(2, 1) for t in (k, v)]
+        logits = torch.einsum("hd,nhd->hn", q[request].double(), rows[0]) * 0.125
+        truth = torch.einsum("hn,nhd->hd", logits.softmax(-1), rows[1])
+        assert (x[request].double() - truth).abs().max() < 2e-3
