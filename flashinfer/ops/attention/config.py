@@ -137,6 +137,8 @@ def refuses_everywhere(p: Problem, target: Target | None = None) -> str:
 
 def refuses(p: Problem, target: Target) -> str:
     """Why the portable kernel does not take the problem; '' if it does."""
+    if p.requests:
+        return "it reads a work list"
     return refuses_everywhere(p) or refuses_output(p, target)
 
 

@@ -105,7 +105,7 @@ def _plan_of(kernels: Kernels, given: torch.Tensor | None = None) -> Plan:
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             scratch = partial(torch.empty, dtype=torch.uint8, device=device)
-            return Plan(kernels, scratch if given is None else partial(_scratch, given, scratch), slopes, debug)
+            return Plan(kernels, scratch if given is None else partial(_scratch, given, scratch), slopes, debug, direct=True)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     plans = _kept.__dict__.setdefault("plans", OrderedDict())
     key = kernels, stream, debug, None if given is None else (given.data_ptr(), given.numel())
@@ -114,7 +114,7 @@ def _plan_of(kernels: Kernels, given: torch.Tensor | None = None) -> Plan:
         if len(plans) >= _MOST_KEPT:
             plans.popitem(last=False)
         scratch = scratch if given is None else partial(_scratch, given, scratch)
-        plan = plans[key] = Plan(kernels, scratch, slopes, debug)
+        plan = plans[key] = Plan(kernels, scratch, slopes, debug, direct=True)
     return plan
 
 

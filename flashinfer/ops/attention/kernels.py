@@ -70,11 +70,15 @@ class Kernels:
             self._expected.add(lse)
             expect_kernels(self._op(replace(self.problem, lse=lse), self.device, self._backend), self.device)
 
-    def bind(self, **facts: bool):
+    def chosen(self, **facts: int) -> Choice:
+        """The Choice under the facts that only a call knows."""
+        return self._op(replace(self.problem, **facts), self.device, self._backend)
+
+    def bind(self, **facts: int):
         """What computes the problem under the facts that only a call knows, and the Choice behind it."""
         key = tuple(facts.items())
         if key not in self._bound:
-            choice = self._op(replace(self.problem, **facts), self.device, self._backend)
+            choice = self.chosen(**facts)
             self._bound[key] = choice.bind(self.device), choice
         kernel, self.latest = self._bound[key]
         return kernel, self.latest

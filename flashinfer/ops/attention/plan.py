@@ -63,6 +63,8 @@ class Plan:
         mode, where the tensors of a capture serve smaller batches. Elsewhere such rows are refused.
     kv_layout : str
         As the caller has it; views of it are all alike.
+    direct : bool
+        Whether each batch is run once: kernels may then read its lengths in the place of a work list.
 
     Attributes
     ----------
@@ -85,9 +87,10 @@ class Plan:
     """
 
     def __init__(self, kernels: Kernels, scratch, slopes: torch.Tensor | None = None, debug: bool = False,
-                 padded: bool = False, kv_layout: str = "NHD"):  # fmt: skip
+                 padded: bool = False, kv_layout: str = "NHD", direct: bool = False):  # fmt: skip
         self.kernels, self.options, self.device = kernels, kernels.options, kernels.device
         self.slopes, self.debug, self.padded, self.kv_layout = slopes, debug, padded, kv_layout
+        self._direct = direct
         # On a CPU, looking at tables waits for nothing.
         self.looks = debug or kernels.device.type == "cpu"
         self.table = Table()
@@ -186,8 +189,9 @@ class Plan:
         return bool(self._lists) and self.table.batch_size > 0
 
     def _size(self) -> tuple:
-        """What replays hang on: grids on the sizes of work lists, checks on the rows that are needed."""
-        return self.needs, *[work.size for work in self._lists.values()]
+        """What replays hang on: grids on the sizes of work lists, checks on the rows that are needed, and which kernels
+        read a list."""
+        return self.needs, *[(work.size, work.requests) for work in self._lists.values()]
 
     def _list_of(self, choice: Choice):
         """The work list of the tiles that `choice` has, made at its first use; None for the reference."""
@@ -195,22 +199,24 @@ class Plan:
             return None
         work = self._lists.get(choice.config)
         if work is None:
-            work = self._new_list(choice.config)
+            work = self._new_list(choice)
             self._lists = {**self._lists, choice.config: work}
             work.fill(self.table)
             self._replays_of[self._size()] = self.replays
         return work
 
-    def _new_list(self, config):
+    def _new_list(self, choice: Choice):
         from flashinfer.ops.attention.worklist import WorkList
 
-        o, problem = self.options, self.kernels.problem
+        o, problem, config = self.options, self.kernels.problem, choice.config
+        reads_lengths = self._direct and choice.variant.name == "sm80" and problem.mask != "custom"
         policy = SplitPolicy()
         if problem.split:
             policy = SplitPolicy.of(config, target_of(self.device).sms, o.num_kv_heads, config.block_n, o.splits)
         return WorkList(
-            problem, config, policy, self.limits, o.num_kv_heads, self._take, self.device, o.window_left, o.mixed
-        )
+            problem, config, policy, self.limits, o.num_kv_heads, self._take, self.device, o.window_left, o.mixed,
+            reads_lengths and bool(problem.page_size) and not problem.variant and not o.mixed,
+        )  # fmt: skip
 
     def _take(self, count: int) -> torch.Tensor:
         # Work lists take turns in one buffer.
@@ -296,6 +302,10 @@ class Plan:
         if not self.limits.known:
             batch, _, keys, longest = self.limits
             self.limits = Limits(batch, x.out.shape[0], x.k.shape[0] if keys < 0 else keys, longest)
+        x.schedule = self._list_of(self.kernels.chosen(**facts)) if self._direct else None
+        reads_lengths = x.schedule is not None and x.schedule.requests > 0
+        if reads_lengths:
+            facts = facts | dict(requests=x.schedule.requests)
         kernel, choice = self.kernels.bind(**facts)
         x.schedule = self._list_of(choice)
         if self.gaps:
@@ -307,7 +317,8 @@ class Plan:
                 kernel(x)
             return
         launch = kernel.hold(x)
-        if key is not None and not self.debug:
+        # A launch that reads lengths serves no other batch: calls without a plan have replays of their own.
+        if key is not None and not self.debug and not reads_lengths:
             keep(self.replays, key, Replay(launch, like(*given), **replayed))
         launch(*x.addresses())
         recorded = recording()

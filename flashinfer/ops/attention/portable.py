@@ -132,7 +132,7 @@ def build_attend(p: Problem, c) -> Build:
     return Build(attend_kernel, *parameters(p, c), num_warps=c.num_warps, num_stages=c.num_stages)
 
 
-# In the order of Inputs.addresses().
+# In the order of Inputs.addresses(), less what only kernels without a work list read.
 MOVING = ("q", "k", "v", "out", "lse", "kv_indices")
 
 attend = Launcher("attend", build_attend)
@@ -173,8 +173,8 @@ class Bound:
         v_page, v_row, v_head = v.stride()[:3] if self._paged else (0, *v.stride()[:2])
         arguments = {
             "q": q, "k": k, "v": v, "out": out, "lse": x.lse, "partial.out": schedule.partial_out,
-            "partial.lse": schedule.partial_lse, "work.items": schedule.items, "work.counts": schedule.counts,
-            "work.arrivals": schedule.arrivals, "kv_indices": table.kv_indices, "mask.bits": table.mask,
+            "partial.lse": schedule.partial_lse, **schedule.arguments(table), "kv_indices": table.kv_indices,
+            "mask.bits": table.mask,
             "mask.indptr": table.mask_indptr, "heads.sinks": x.sinks, "heads.qk_scale": x.qk_scale,
             "heads.v_scale": x.v_scale, "heads.slopes": x.alibi_slopes, "num_kv_heads": kv_heads,
             "q_by.token": q.stride(0), "q_by.head": q.stride(1), "k_by.page": k_page, "k_by.token": k_row,
@@ -191,7 +191,8 @@ class Bound:
                 arguments.update((f"factors.{name}_{stride}", n) for stride, n in strides)
         arguments.update(zip(self._params, x.params, strict=True))
         values = tuple(arguments[name] for name in self._parameters)
-        return self._kernel.hold(self._grid(schedule.max_items, kv_heads), values, MOVING)
+        moving = (*MOVING, "work.kv_lens") if schedule.requests else MOVING
+        return self._kernel.hold(self._grid(schedule.max_items, kv_heads), values, moving)
 
 
 def bind(p: Problem, c, device: torch.device) -> Bound:

@@ -20,6 +20,10 @@ Q_DTYPES = ("bf16", "fp16", "fp32", *FP8)
 LATENT_Q_DTYPES = ("bf16", "fp16", *FP8)
 
 
+# Problem.requests that are compiled for: one, and two for each lane of a warp.
+REQUESTS = (1, 64)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Everything about a batch of attention that a kernel is compiled for. Lengths, strides and scales are arguments.
@@ -68,6 +72,8 @@ class Problem:
         Whether weights are the softmax of logits; else they are what the variant makes of them.
     interleaved : bool
         Whether the nvfp4 factors of V lie four tokens interleaved (`PlanOptions.interleaved`).
+    requests : int
+        The most requests of a batch whose lengths the kernel reads itself (`WorkList.requests`); 0 for a work list.
     """
 
     source: str
@@ -93,6 +99,7 @@ class Problem:
     variant: str = ""
     softmax: bool = True
     interleaved: bool = False
+    requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,8 +196,9 @@ class Inputs:
     v_factors: torch.Tensor | None = None
 
     def moving(self) -> tuple[torch.Tensor | None, ...]:
-        """q, k, v, out, lse and page ids: what moves from a launch to its replay."""
-        return self.q, self.k, self.v, self.out, self.lse, self.table.kv_indices
+        """q, k, v, out, lse, page ids, and lengths that the kernel reads: what moves from a launch to its replay."""
+        lens = (self.table.kv_lens,) if self.schedule is not None and self.schedule.requests else ()
+        return self.q, self.k, self.v, self.out, self.lse, self.table.kv_indices, *lens
 
     def addresses(self) -> tuple[int, ...]:
         """Of `moving`, 0 for None."""

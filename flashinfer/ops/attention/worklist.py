@@ -11,12 +11,15 @@ import torch
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.replay import recording
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kernel
-from flashinfer.ops.attention.problem import Problem
+from flashinfer.ops.attention.counters import zeros
+from flashinfer.ops.attention.problem import REQUESTS, Problem
 from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity
 from flashinfer.ops.attention.tables import Table
 
 # The tensors that hold the lengths of a batch, in the order of Table.lengths().
 LENGTHS = ("q_indptr", "q_lens", "kv_indptr", "kv_lens")
+# What a kernel without a work list is told of a batch, beside its lengths, and of how keys are split.
+OF_LENGTHS = ("batch", "q_len", "kv_stride", "least", "least_alone", "share", "whole", "abreast")
 # Room for work items, at least: 32 KiB.
 _FEWEST_ITEMS = 512
 # Numbers of requests whose launches are kept: requests come and go.
@@ -88,6 +91,8 @@ class WorkList:
     window_left : int
     mixed : bool
         Whether first and last requests take turns.
+    reads_lengths : bool
+        Whether the kernel makes the items of small batches itself (decode/sm80_items.py).
 
     Attributes
     ----------
@@ -102,10 +107,12 @@ class WorkList:
     partial_lse : float32 Tensor [max_slots * kv_heads * block_m], optional
     max_items, max_slots : int
         What launches go over.
+    requests : int
+        Problem.requests of the kernel that takes the batch of the last `fill`: 0 for one that reads the list.
     """
 
     def __init__(self, problem, config, policy: SplitPolicy, limits: Limits, num_kv_heads: int, scratch,
-                 device: torch.device, window_left: int = -1, mixed: bool = False):  # fmt: skip
+                 device: torch.device, window_left: int = -1, mixed: bool = False, reads_lengths: bool = False):  # fmt: skip
         self._problem, self._config, self._policy, self._limits = problem, config, policy, limits
         self._window_left, self._mixed = window_left, mixed
         self.num_kv_heads = num_kv_heads
@@ -114,6 +121,10 @@ class WorkList:
         sizes = (room * ITEM_WIDTH.value, 1, self.max_slots * num_kv_heads)
         integers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         self.items, self.counts, self.arrivals = integers.split(sizes)
+        self.requests, self._reads_lengths = 0, reads_lengths and not policy.fixed
+        if self._reads_lengths:
+            # No launch writes the zeros that the kernel leaves behind.
+            self.arrivals = zeros(sizes[2], device)
         self.partial_out = self.partial_lse = None
         if self.max_slots:
             rows = self.max_slots * num_kv_heads * config.block_m
@@ -151,6 +162,9 @@ class WorkList:
         batch = table.batch_size
         if not batch:
             return
+        self.requests = self._requests(table)
+        if self.requests:
+            return
         key = batch, table.q_len, table.kv_stride, table.encoding
         launch = self._fills.get(key)
         if launch is None:
@@ -162,6 +176,23 @@ class WorkList:
         recorded = recording()
         if recorded is not None:
             recorded.add_kept(launch, list(table.lengths()))
+
+    def _requests(self, table: Table) -> int:
+        if not self._reads_lengths or table.encoding != ("uniform", "padded") or table.batch_size > REQUESTS[-1]:
+            return 0
+        return min(most for most in REQUESTS if most >= table.batch_size)
+
+    def arguments(self, table: Table) -> dict:
+        """The record `work` of a kernel."""
+        if not self.requests:
+            return {"work.items": self.items, "work.counts": self.counts, "work.arrivals": self.arrivals}
+        policy = self._policy
+        values = (
+            table.batch_size, table.q_len, table.kv_stride, policy.least_split, policy.least_alone or policy.least_split,
+            policy.share, policy.whole, policy.abreast,
+        )  # fmt: skip
+        named = {f"work.{name}": value for name, value in zip(OF_LENGTHS, values, strict=True)}
+        return {"work.arrivals": self.arrivals, "work.kv_lens": table.kv_lens, **named}
 
     @property
     def cut(self) -> tuple[Limits, int, int]:

@@ -59,7 +59,7 @@ def read_item(items, item):
 
 
 @triton.jit
-def _lengths(
+def lengths_at(
     j, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_len, group, tile_rows, page_size, window_left, grain,
     Q: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,25 @@ def _lengths(
 
 
 @triton.jit
-def _split(span, chunk, whole, grain, FIXED: tl.constexpr):
+def split_length(total, short_work, longest, grain, least, least_alone, share, whole, abreast):
+    """The keys of a split, and the most of a request that is not split, of a batch of `total` work (tiles x keys).
+
+    `short_work` is that of requests of up to `whole` keys, and `longest` the keys of the longest of them.
+    """
+    fills = 3 * short_work >= 2 * abreast.to(tl.int64) * longest
+    whole = tl.where(fills, whole, 0)
+    # The quotient is computed in float32, because a 64-bit division is a function call. The factor 1.000001 makes it no
+    # less than the exact quotient. Without splitting (share 0), a split is as long as any request can be.
+    keys = total.to(tl.float32) * 1.000001
+    quotient = tl.ceil(keys / tl.maximum(share, 1).to(tl.float32))
+    chunk = tl.where(share > 0, tl.minimum(quotient, 1073741824.0), 1073741824.0).to(tl.int32)
+    alone = tl.minimum(tl.ceil(keys / tl.maximum(abreast, 1).to(tl.float32)), 1073741824.0).to(tl.int32)
+    least = tl.minimum(least, tl.maximum(alone, least_alone))
+    return tl.maximum((chunk + grain - 1) // grain * grain, least), whole
+
+
+@triton.jit
+def splits_of(span, chunk, whole, grain, FIXED: tl.constexpr):
     """The number of splits of `span` keys, and their length. Up to `whole` keys are one split.
 
     The count is rounded to the nearest: rounded up, the last split could be too short to be worth its combination.
@@ -159,7 +177,7 @@ def schedule_kernel(
         short_work = tl.zeros([BLOCK], tl.int64)
         longest = tl.zeros([BLOCK], tl.int32)
         for start in range(0, batch, BLOCK):
-            q_len, kv_len, tiles, first = _lengths(
+            q_len, kv_len, tiles, first = lengths_at(
                 start + lanes, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size,
                 window_left, grain, Q, KV,
             )  # fmt: skip
@@ -168,17 +186,9 @@ def schedule_kernel(
             work += tile_work
             short_work += tl.where(short, tile_work, 0)
             longest = tl.maximum(longest, tl.where(short & (tiles > 0), kv_len - first, 0))
-        fills = 3 * tl.sum(short_work, 0) >= 2 * abreast.to(tl.int64) * tl.max(longest, 0)
-        whole = tl.where(fills, whole, 0)
-        total = tl.sum(work, 0)
-        # The quotient is computed in float32, because a 64-bit division is a function call. The factor 1.000001 makes
-        # it no less than the exact quotient. Without splitting (share 0), a split is as long as any request can be.
-        keys = total.to(tl.float32) * 1.000001
-        quotient = tl.ceil(keys / tl.maximum(share, 1).to(tl.float32))
-        chunk = tl.where(share > 0, tl.minimum(quotient, 1073741824.0), 1073741824.0).to(tl.int32)
-        alone = tl.minimum(tl.ceil(keys / tl.maximum(abreast, 1).to(tl.float32)), 1073741824.0).to(tl.int32)
-        least = tl.minimum(least, tl.maximum(alone, least_alone))
-        chunk = tl.maximum((chunk + grain - 1) // grain * grain, least)
+        chunk, whole = split_length(
+            tl.sum(work, 0), tl.sum(short_work, 0), tl.max(longest, 0), grain, least, least_alone, share, whole, abreast
+        )
 
     item_at = tl.zeros([BLOCK], tl.int32)
     slot_at = tl.zeros([BLOCK], tl.int32)
@@ -187,11 +197,11 @@ def schedule_kernel(
     all_items = tl.zeros([BLOCK], tl.int32)
     for start in range(0, batch if MIXED else i + 1, BLOCK):
         j = start + lanes
-        q_len, kv_len, tiles, first = _lengths(
+        q_len, kv_len, tiles, first = lengths_at(
             j, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
             Q, KV,
         )  # fmt: skip
-        splits, length = _split(kv_len - first, chunk, whole, grain, FIXED)
+        splits, length = splits_of(kv_len - first, chunk, whole, grain, FIXED)
         before = j < i
         if MIXED:
             all_items += tiles * splits
@@ -204,11 +214,11 @@ def schedule_kernel(
     first_item = tl.sum(item_at, 0)
     first_slot = tl.sum(slot_at, 0)
 
-    q_len, kv_len, tiles, first = _lengths(
+    q_len, kv_len, tiles, first = lengths_at(
         i, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
         Q, KV,
     )  # fmt: skip
-    splits, length = _split(kv_len - first, chunk, whole, grain, FIXED)
+    splits, length = splits_of(kv_len - first, chunk, whole, grain, FIXED)
     if Q == "uniform" or Q == "padded":
         q_row = i * q_stride
     elif Q == "packed":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.config import SIZE, Config, refuses_everywhere
-from flashinfer.ops.attention.problem import Problem
+from flashinfer.ops.attention.problem import REQUESTS, Problem
 
 
 def _power(n: int) -> int:
@@ -47,6 +47,8 @@ def refuses(p: Problem, target: Target) -> str:
         return "rows of q, k, v or out do not start on 16 bytes"
     if p.rows > 64:
         return f"tiles of {p.rows} rows: it takes 64"
+    if p.requests and (p.requests not in REQUESTS or not p.page_size or p.mask == "custom" or p.variant):
+        return f"lengths of {p.requests} requests: of pages, without a user's mask or functions, {REQUESTS}"
     if p.pos_encoding == "ROPE_LLAMA":
         return "ROPE_LLAMA: keys go from shared memory to the tensor cores as they are"
     return ""

@@ -46,6 +46,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_WIDTH,
     item_and_head,
 )
+from flashinfer.ops.attention.decode.sm80_items import item_of_lengths
 
 
 @gluon.constexpr_function
@@ -210,20 +211,27 @@ def attend_sm80_kernel(
 
     begin_dependent(PDL)
     item, kv_head = item_and_head(num_kv_heads, NEAR)
-    record = work.items + item * ITEM_WIDTH
-    q_row = gl.load(record + ITEM_Q_ROW, volatile=True)
-    q_len = gl.load(record + ITEM_Q_LEN, volatile=True)
-    kv_base = gl.load(record + ITEM_KV_BASE, volatile=True)
-    kv_len = gl.load(record + ITEM_KV_LEN, volatile=True)
-    tile_row = gl.load(record + ITEM_TILE_ROW, volatile=True)
-    kv_begin = gl.load(record + ITEM_KV_BEGIN, volatile=True)
-    kv_end = gl.load(record + ITEM_KV_END, volatile=True)
-    slot = gl.load(record + ITEM_SLOT, volatile=True)
-    first_slot = gl.load(record + ITEM_FIRST_SLOT, volatile=True)
-    splits = gl.load(record + ITEM_SPLITS, volatile=True)
-    # The loads above are volatile, so that the compiler does not move them behind this branch.
-    if item >= gl.load(work.counts):
-        return
+    if work.LISTED:
+        record = work.items + item * ITEM_WIDTH
+        q_row = gl.load(record + ITEM_Q_ROW, volatile=True)
+        q_len = gl.load(record + ITEM_Q_LEN, volatile=True)
+        kv_base = gl.load(record + ITEM_KV_BASE, volatile=True)
+        kv_len = gl.load(record + ITEM_KV_LEN, volatile=True)
+        tile_row = gl.load(record + ITEM_TILE_ROW, volatile=True)
+        kv_begin = gl.load(record + ITEM_KV_BEGIN, volatile=True)
+        kv_end = gl.load(record + ITEM_KV_END, volatile=True)
+        slot = gl.load(record + ITEM_SLOT, volatile=True)
+        first_slot = gl.load(record + ITEM_FIRST_SLOT, volatile=True)
+        splits = gl.load(record + ITEM_SPLITS, volatile=True)
+        # The loads above are volatile, so that the compiler does not move them behind this branch.
+        if item >= gl.load(work.counts):
+            return
+    else:
+        q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits, items = item_of_lengths(
+            item, work, numbers.window_left, GROUP, BLOCK_M, BLOCK_N
+        )
+        if item >= items:
+            return
 
     begin, end, plain_begin, plain_end = _keys_of_tile(
         kv_begin, kv_end, kv_len, q_len, tile_row, numbers.window_left, mask, MASK is not None, GROUP, BLOCK_M, STEP
