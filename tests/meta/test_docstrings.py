@@ -56,7 +56,7 @@ CLASSES_WITHOUT_EXAMPLE = {
     "core.OutOfPages", "core.Sequence", "core.Tables",
     "logits_processor.LogitsProcessor", "logits_processor.Op", "logits_processor.ParameterizedOp",
     "moe_ep.BootstrapConfig", "moe_ep.MoEEpCommunication", "moe_ep.MoEEpDispatchResult",
-    "moe_ep.NVLinkOneSidedConfig",
+    "moe_ep.MoEEpMegaWorkspace", "moe_ep.NVLinkOneSidedConfig",
 }  # fmt: skip
 # Functions without an example, most of them of several processes; one that gets one leaves the list.
 NO_EXAMPLE = {
