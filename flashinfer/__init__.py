@@ -53,6 +53,7 @@ _ROOT_NAMES = {
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
         "fast_decode_plan",
+        "prepare_balanced_batch_decode_with_kv_cache",
         "single_decode_with_kv_cache",
     ),
     "gated_act_mxfp8": ("silu_and_mul_mxfp8_quantize", "silu_and_mul_mxfp8_quantize_backward"),

@@ -1,5 +1,6 @@
 """Decode attention: one query token per request (or a few), keys and values in a KV cache."""
 
+from flashinfer._direct.balanced_decode import prepare_balanced_batch_decode_with_kv_cache
 from flashinfer._direct.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from flashinfer.compat.cached_module import offsets as _get_range_buf  # by which name older SGLang takes it
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
@@ -17,6 +18,7 @@ __all__ = [
     "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
     "get_seq_lens",
+    "prepare_balanced_batch_decode_with_kv_cache",
     "single_decode_with_kv_cache",
     "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_sparse_mla_dsv4",
