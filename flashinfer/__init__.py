@@ -217,6 +217,7 @@ _ROOT_NAMES = {
     ),
     "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
     "testing": (),
+    "trace_apply": (),
     "xqa": ("xqa",),
 }
 _MODULE_OF = {name: module for module, names in _ROOT_NAMES.items() for name in names} | {

@@ -36,7 +36,10 @@ API = {
     "gemm": ("Matrix products", ("gemm", "grouped_mm", "trtllm_low_latency_gemm")),
     "moe": ("Mixtures of experts", ("fused_moe", "tllm_enums")),
     "comm": ("Collectives", ("comm", "moe_ep")),
-    "tools": ("Tuning, timing, logging", ("autotuner", "autotune_cache", "testing", "api_logging", "collect_env")),
+    "tools": (
+        "Tuning, timing, logging",
+        ("autotuner", "autotune_cache", "testing", "api_logging", "trace_apply", "collect_env"),
+    ),
 }
 
 

@@ -164,7 +164,7 @@ class Fp8MegaMoeConfig:
 Scaled = tuple[torch.Tensor, torch.Tensor | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MegaConfig:
     """What `MoEEpMegaLayer` computes, and who quantises.
 

@@ -21,7 +21,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _TRAVEL = {"bf16": None, "fp8_block": QuantFormat.DeepSeekFp8, "fp8": QuantFormat.FP8PerTensor}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Experts:
     """Experts `offset` to `offset + count - 1`.
 

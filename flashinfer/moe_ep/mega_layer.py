@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -144,10 +145,15 @@ class MoEEpMegaLayer(torch.nn.Module):
         require(count % ranks == 0, "num_experts", count, f"a multiple of {ranks}, the ranks")
         self._top_k = backend.megakernel.top_k
         require(self._top_k <= count, "top_k", self._top_k, f"at most {count}, the experts")
-        self._bootstrap, self._fleet_params, self._backend = bootstrap, fleet_params, backend
         self._experts = prepared(
             backend.megakernel, fleet_params, bootstrap.rank, ranks, weights, backend.transformed_weights
         )
+        device = self._experts.device
+        if device.type == "cuda":
+            fits = bootstrap.device in (None, device.index)
+            require(fits, "device", bootstrap.device, f"{device.index}, where the weights are")
+            bootstrap = replace(bootstrap, device=device.index)
+        self._bootstrap, self._fleet_params, self._backend = bootstrap, fleet_params, backend
         self._workspace: MoEEpMegaWorkspace | None = None
         self._workspaces: list[MoEEpMegaWorkspace] = []
         self._staged: tuple[MoEEpMegaWorkspace, _Inputs] | None = None

@@ -9,7 +9,7 @@ import torch
 from flashinfer._core.checks import require, require_tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class MoEEpTensors:
     """The tensors of one call of a layer over ranks. Fields may be set again for the next call.
 
@@ -55,7 +55,7 @@ class MoEEpTensors:
         return self.hidden_states.shape[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MoEWeightPack:
     """The weights of a rank's experts, in the order of checkpoints.
 

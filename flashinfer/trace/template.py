@@ -148,7 +148,7 @@ class TraceTemplate:
         Tensors with as many axes as their template are asked first.
         """
         found: dict[str, int] = {}
-        given = [(part, self._given(name, arguments)) for name, part in self.inputs.items() if isinstance(part, Tensor)]
+        given = [(part, self.argument(name, arguments)) for name, part in self.inputs.items() if isinstance(part, Tensor)]
         tensors = [(part, tensor) for part, tensor in given if isinstance(tensor, torch.Tensor)]
         tensors.sort(key=lambda pair: len(pair[0].dim_names) != pair[1].dim())
         for optional in (False, True):
@@ -157,7 +157,7 @@ class TraceTemplate:
                     for axis, length in zip(part.dim_names, tensor.shape):
                         found.setdefault(axis, int(length))
             for axis in self.axes.keys() - found.keys():
-                value = self._given(axis, arguments)
+                value = self.argument(axis, arguments)
                 if isinstance(value, Integral) and not isinstance(value, bool):
                     found[axis] = int(value)
         consts = {name: axis.value for name, axis in self.axes.items() if isinstance(axis, Const)}
@@ -208,7 +208,7 @@ class TraceTemplate:
                 found[key] = _IMPORTS + source
         return found
 
-    def _given(self, name: str, arguments: dict[str, Any]):
+    def argument(self, name: str, arguments: dict[str, Any]):
         """The argument of a part of the template, or of a parameter."""
         part = self.inputs.get(name) or self.outputs.get(name)
         value = arguments.get(name)
@@ -230,12 +230,12 @@ class TraceTemplate:
         return _note(entry, part)
 
     def _dtype(self, key: str, part: Tensor, arguments, result: bool) -> str:
-        given = None if result else self._given(key, arguments)
+        given = None if result else self.argument(key, arguments)
         if result and part.dtype_from is not None:
-            given = next((self._given(name, arguments) for name, known in self.inputs.items()
+            given = next((self.argument(name, arguments) for name, known in self.inputs.items()
                           if part.dtype_from in (name, known.param)), None)  # fmt: skip
         elif result and part.dtype is None:
-            beside = (self._given(name, arguments) for name, known in self.inputs.items()
+            beside = (self.argument(name, arguments) for name, known in self.inputs.items()
                       if isinstance(known, Tensor) and set(known.dim_names) & set(part.dim_names))  # fmt: skip
             given = next((x for x in beside if isinstance(x, torch.Tensor)), None)
         if isinstance(given, torch.Tensor):

@@ -46,8 +46,8 @@ def inputs(rank, experts, tokens, seed, device):
     mine = torch.Generator().manual_seed(100 * seed + rank)
     x = torch.randn(tokens, HIDDEN, generator=mine).clamp(-5, 5).bfloat16()
     # Distinct experts, as routers give them; some ids are no expert's.
-    ids = torch.stack([torch.randperm(experts, generator=mine)[:TOP_K] for _ in range(tokens)] or [torch.empty(0, TOP_K)])
-    ids = torch.where(torch.rand(ids.shape, generator=mine) < 0.1, experts + 7, ids).long()
+    ids = torch.rand(tokens, experts, generator=mine).argsort(1)[:, :TOP_K]
+    ids = torch.where(torch.rand(ids.shape, generator=mine) < 0.1, experts + 7, ids)
     return x.to(device), ids.to(device), torch.rand(tokens, TOP_K, generator=mine).to(device)
 
 

@@ -300,7 +300,7 @@ def made(kind="bf16", pack=(W13, W2), ranks=1, experts=3, hidden=256, top_k=2, t
         (lambda: Bf16MegaMoeConfig(128, 2, float("nan")), "gate_up_clamp: got nan"),
         (lambda: Fp8MegaMoeConfig(128, 2, gate_up_clamp=-1), "gate_up_clamp: got -1; allowed: None, or a number above"),
         (lambda: Fp8MegaMoeConfig(128, 0), "top_k: got 0"),
-        (lambda: Fp8MegaMoeConfig(128, 2, "tensor"), "fp8_scale_mode: got 'tensor'; allowed: 'blockwise', 'per_tensor'"),
+        (lambda: Fp8MegaMoeConfig(128, 2, "tensor"), "fp8_scale_mode: got 'tensor'; allowed: 'blockwise', 'per_te"),
         (lambda: Fp8MegaMoeConfig(192, 2), "intermediate_size: got 192; allowed: a multiple of 128, for blockwise"),
         (
             lambda: Fp8MegaMoeConfig(128, 2, fc2_activation_dequant_scale=2.0),
