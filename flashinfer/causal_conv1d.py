@@ -184,7 +184,7 @@ def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend:
         require(state.shape[2] >= width - 1, "conv_state", f"{state.shape[2]} columns", f"at least {width - 1}")
     read = dict(x=x, weight=weight, bias=call.bias, has_initial_state=call.fresh, **tables)
     device = same_device(**read, conv_state=state, out=call.out)
-    check_apart([("conv_state", state), ("out", call.out)], read.items())
+    check_apart([("conv_state", state), ("out", call.out)], read.items(), in_place=() if long else None)
     if call.offsets is not None and call.offsets.device.type == "cpu":
         check_indptr("query_start_loc", call.offsets.numpy(), x.shape[1], "the tokens of x", sliced=True)
     if call.slots is not None and state is not None:

@@ -165,11 +165,13 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
 
 
 def check_apart(
-    outputs: Iterable[tuple[str, torch.Tensor | None]], inputs: Iterable[tuple[str, torch.Tensor | None]] = ()
-) -> None:
+    outputs: Iterable[tuple[str, torch.Tensor | None]], inputs: Iterable[tuple[str, torch.Tensor | None]] = (),
+    in_place: tuple[str, ...] | None = None,
+) -> None:  # fmt: skip
     """Refuse outputs that share memory: with themselves by strides of 0, with one another, or in part with an input.
 
-    An output that has all elements of an input in their places is in place, and is left to the caller.
+    An output that has all elements of an input in their places is in place. It is refused too but for the inputs that
+    `in_place` names; None names all, for what reads no element that another block writes.
 
     Example
     -------
@@ -194,9 +196,34 @@ def check_apart(
     for name, x in inputs:
         if isinstance(x, torch.Tensor):
             for output, y in written.get(x.untyped_storage()._cdata, ()):
-                if x is not y and not (x.data_ptr() == y.data_ptr() and x.nbytes == y.nbytes):
+                if in_place is not None and name not in in_place:
+                    require(not overlap(x, y), output, f"some of the memory of {name}", "memory of its own")
+                elif x is not y and not _in_place(x, y):
                     require(not overlap(x, y), output, f"some of the memory of {name}",
                             "all of it in its place, or memory of its own")  # fmt: skip
+
+
+def _in_place(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes in the same order, as a tensor and its views of other axes have."""
+    if x.data_ptr() != y.data_ptr() or x.nbytes != y.nbytes:
+        return False
+    if x.shape == y.shape and x.stride() == y.stride() or x.is_contiguous() and y.is_contiguous():
+        return True
+    return _merged(x) == _merged(y)
+
+
+def _merged(x: torch.Tensor) -> list[tuple[int, int]]:
+    """(size, step) in bytes of the axes, neighbours that one step walks through taken for one."""
+    axes: list[tuple[int, int]] = []
+    size = x.element_size()
+    for n, step in (*zip(x.shape, (step * size for step in x.stride())), (size, 1)):
+        if n == 1:
+            continue
+        if axes and axes[-1][1] == n * step:
+            axes[-1] = axes[-1][0] * n, step
+        else:
+            axes.append((n, step))
+    return axes
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -15,7 +15,10 @@ from flashinfer._core.checks import check_apart, require
 _libraries: list[torch.library.Library] = []
 
 
-def custom_op(name: str, mutates_args: tuple[str, ...] = (), fake: Callable | None = None) -> Callable:
+def custom_op(
+    name: str, mutates_args: tuple[str, ...] = (), fake: Callable | None = None,
+    in_place: tuple[str, ...] | None = None,
+) -> Callable:  # fmt: skip
     """Register the decorated function as the torch custom op `name`; traced calls use the op, eager calls skip it.
 
     Eager calls refuse outputs that share memory, with themselves, one another, or in part with an input.
@@ -34,6 +37,8 @@ def custom_op(name: str, mutates_args: tuple[str, ...] = (), fake: Callable | No
     fake : callable, optional
         Same signature; returns tensors of the result's shape and dtype without computing. Required when the function
         returns something; one that returns None needs none.
+    in_place : tuple of str, optional
+        The inputs in whose place an output may be; None for all (`check_apart`).
 
     Raises
     ------
@@ -73,7 +78,8 @@ def custom_op(name: str, mutates_args: tuple[str, ...] = (), fake: Callable | No
             read = [(each, args[at] if at < len(args) else kwargs.get(each)) for each, at in inputs]
             if flat is not None and args:
                 read += _tensors_of(args[0])
-            check_apart([(each, args[at] if at < len(args) else kwargs.get(each)) for each, at in outputs], read)
+            written = [(each, args[at] if at < len(args) else kwargs.get(each)) for each, at in outputs]
+            check_apart(written, read, in_place)
             return function(*args, **kwargs)
 
         call.op = op

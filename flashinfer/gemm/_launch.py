@@ -16,7 +16,7 @@ from flashinfer.ops.gemm.blockscaled.config import widens_first
 from flashinfer.ops.gemm.operands import PER_BYTE, bucket
 
 
-@custom_op("flashinfer::gemm_blockscaled", mutates_args=("out",))
+@custom_op("flashinfer::gemm_blockscaled", mutates_args=("out",), in_place=())
 @replayed
 def gemm(
     a: torch.Tensor,
@@ -87,7 +87,7 @@ def _aligned(a, b, out, blocks: int, *factors) -> bool:
     return _rows_aligned(a, b, out) and _words_aligned(*(flat for flat, layout in factors if layout))
 
 
-@custom_op("flashinfer::gemm_grouped", mutates_args=("out",))
+@custom_op("flashinfer::gemm_grouped", mutates_args=("out",), in_place=())
 @replayed
 def grouped(
     a: torch.Tensor,

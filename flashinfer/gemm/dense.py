@@ -349,7 +349,7 @@ def _result(out, shape: tuple[int, ...], dtype, device, name: str = "out_dtype")
     return out
 
 
-@custom_op("flashinfer::dense_gemm", mutates_args=("out",))
+@custom_op("flashinfer::dense_gemm", mutates_args=("out",), in_place=())
 @replayed
 def _product(
     a: torch.Tensor,

@@ -153,7 +153,7 @@ def mm_nvfp4_svdquant(
     read = {"a": a, "b": b, "a_sf": a_sf, "b_sf": b_sf, "alpha": alpha, "d": d, "l1": l1, "bias": bias}
     same_device(**read | {"alpha": None, "out": out})
     require(out is None or out.dtype in _HALVES, "out", None if out is None else out.dtype, "bfloat16, float16")
-    check_apart([("out", out)], read.items())
+    check_apart([("out", out)], read.items(), in_place=())
     out = given.result(out, (m, n), d.dtype if out is None else out.dtype, a)
     variant = given.variant_of(backend, _UPSTREAM)
     a_sf, b_sf = _tiles("a_sf", a_sf, m, blocks), _tiles("b_sf", b_sf, n, blocks)

@@ -158,7 +158,7 @@ def selective_state_update(
     written = dict(state=state, state_scale=state_scale, intermediate_states_buffer=each,
                    intermediate_state_scales=each_scale, out=result)  # fmt: skip
     read = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, cu_seqlens=cu_seqlens, rand_seed=rand_seed)
-    check_apart(written.items(), (read | tables).items())
+    check_apart(written.items(), (read | tables).items(), in_place=("x", "dt", "z"))
     same_device(**written, **read, **tables)
     if not (tokens.sequences and result.numel()):
         return result.zero_()

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, present, require, rows_of, same_device
+from flashinfer._core.checks import check_apart, dtype_name, present, require, rows_of, same_device
 from flashinfer.mamba._operands import check_tensor
 from flashinfer.mamba._prompts import (
     FLOATS,
@@ -170,6 +170,12 @@ def ssd_combined_fwd(
     fits = state_dtype in (None, dtype) and dtype in FLOATS
     require(fits, "state_dtype", state_dtype, f"{dtype}, that of the states given" if given else "a float dtype")
     marks = check_marks(tables, checkpoint_states, n, dtype)
+    read = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, **tables)
+    pool = initial_states if state_indices is not None else None
+    read |= {} if pool is not None else dict(initial_states=initial_states)
+    # States on the way may go to other slots of the pool.
+    for of_states in (("initial_states", pool), ("checkpoint_states", checkpoint_states)):
+        check_apart((("out", result), of_states), read.items(), in_place=())
     least, most = (float(value) for value in dt_limit)
     require(least <= most, "dt_limit", f"{(least, most)}", "a lower limit, and an upper one that is no less")
 
@@ -184,7 +190,7 @@ def ssd_combined_fwd(
     source = rows_of(initial_states)
     target = result if result.stride(3) == 1 or dim == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
     index = torch.int64 if torch.int64 in (getattr(t, "dtype", None) for t in (offsets, state_indices)) else torch.int32
-    offsets, read = (None if t is None else t.to(index).contiguous() for t in (offsets, state_indices))
+    offsets, slots = (None if t is None else t.to(index).contiguous() for t in (offsets, state_indices))
     tokens = room.Tokens(rows_of(x), dt, rows_of(B), rows_of(C), rows_of(z), offsets)
     marked = None if marks is None else checkpoint_states
     problem = room.Prefill(
@@ -204,14 +210,14 @@ def ssd_combined_fwd(
         softplus=bool(dt_softplus),
         index=dtype_name(index),
         packed=offsets is not None,
-        read=read is not None,
+        read=slots is not None,
         aligned=whole_rows(tokens.x, *tokens[2:5], target, source, final, marked),
     )
     if n and heads and dim:
         D, dt_bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
         layer = room.Layer(A.contiguous(), D, dt_bias, least, most)
         op = room.prefill(problem, x.device, backend if backend in ("portable", "reference") else "auto")
-        op.run(tokens, layer, room.Pool(source, final, read), target, marks)
+        op.run(tokens, layer, room.Pool(source, final, slots), target, marks)
     else:
         target.zero_()
     if target is not result:

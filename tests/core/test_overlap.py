@@ -3,11 +3,18 @@
 import itertools
 import random
 import sys
+from inspect import signature
 
 import pytest
 import torch
 
+import flashinfer
+from flashinfer import chunk_gated_delta_rule, mm_bf16
 from flashinfer._core.checks import _MOST_PLACES, _meet, check_apart, overlap
+from flashinfer.causal_conv1d import causal_conv1d_fn
+from flashinfer.gdn_decode import gated_delta_rule_decode
+from flashinfer.grouped_mm import grouped_mm_bf16
+from flashinfer.mamba import selective_state_update, ssd_combined_fwd
 
 
 def memory(x):
@@ -47,6 +54,83 @@ def test_halves_of_a_cache_are_apart_and_rows_of_one_are_not():
             check_apart([("a", one), ("b", other)])
         with pytest.raises(ValueError, match="^a: got some of the memory of b; allowed: all of it in its place"):
             check_apart([("a", one)], [("b", other)])
+
+
+def test_in_place_is_every_element_in_its_place():
+    x = torch.empty(2, 8, 8)[1]
+    wide = torch.empty(4, 3, 24)[:, :, :16]
+    for given in (x, x.view(64), x.view(torch.uint8), x[None]):
+        check_apart([("out", given)], [("x", x)])
+    check_apart([("out", wide.unflatten(2, (2, 8)))], [("x", wide)])
+    for given in (x.T, x.view(2, 4, 8).transpose(0, 1)):
+        with pytest.raises(ValueError, match="^out: got some of the memory of x; allowed: all of it in its place"):
+            check_apart([("out", given)], [("x", x)])
+    check_apart([("out", x)], [("x", x)], in_place=("x",))
+    check_apart([("out", x)], [("y", torch.empty(8, 8))], in_place=())
+    with pytest.raises(ValueError, match="^out: got some of the memory of x; allowed: memory of its own"):
+        check_apart([("out", x)], [("x", x)], in_place=("y",))
+
+
+def product(a, b, out):
+    mm_bf16(a, b.T, out=out)
+
+
+def segments(a, b, out):
+    grouped_mm_bf16(a, b[None], torch.tensor([0, len(a)], dtype=torch.int32), out=out)
+
+
+def convolution(x, out):
+    causal_conv1d_fn(x, torch.ones(x.shape[1], 4), out=out)
+
+
+def gated_chunks(q, k, v, output):
+    chunk_gated_delta_rule(q, k, v, cu_seqlens=torch.tensor([0, len(q)]), output=output)
+
+
+def gated_step(q, k, v, output):
+    gate = torch.zeros(len(q), 1, q.shape[2])
+    state, head = torch.zeros(len(q), *q.shape[2:], q.shape[3]), torch.ones(q.shape[2])
+    gated_delta_rule_decode(q, k, v, state, head, gate, head, gate, output=output)
+
+
+def space(x, B, C, out):
+    ssd_combined_fwd(x, torch.ones(x.shape[:3]), -torch.ones(x.shape[2]), B, C, out=out)
+
+
+def space_step(x, B, C, out):
+    state, decay = torch.zeros(*x.shape, B.shape[2]), -torch.ones(*x.shape[1:], B.shape[2])
+    selective_state_update(state, x, torch.ones_like(x), decay, B, C, None, out=out)
+
+
+def attention(q, k, v, out):
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    rows = torch.tensor([0, len(q)], dtype=torch.int32)
+    wrapper.plan(rows, rows, q.shape[1], k.shape[1], q.shape[2], q_data_type=q.dtype)
+    wrapper.run(q, k, v, out=out)
+
+
+@pytest.mark.parametrize(
+    ("call", "shape", "dtype", "shared"),
+    [
+        (product, (64, 64), torch.bfloat16, "a b"),
+        (segments, (64, 64), torch.bfloat16, "a b"),
+        (convolution, (1, 8, 64), torch.float32, "x"),
+        (gated_chunks, (70, 2, 64), torch.bfloat16, "q k v"),
+        (gated_step, (2, 1, 2, 128), torch.bfloat16, "q k"),
+        (space, (1, 70, 2, 16), torch.float32, "x B C"),
+        (space_step, (2, 2, 16), torch.float32, "B C"),
+        (attention, (70, 2, 64), torch.float16, "k v"),
+    ],
+)
+def test_an_output_is_not_in_the_place_of_what_other_blocks_read(call, shape, dtype, shared):
+    """Some block would write an element before another has read it."""
+    for name in shared.split():
+        given = {each: torch.ones(shape, dtype=dtype) for each in signature(call).parameters}
+        output = list(given)[-1]
+        given[output] = given[name]
+        with pytest.raises(ValueError, match=f"^{output}: got some of the memory of {name}; allowed: memory of its own"):
+            call(**given)
+        assert bool((given[name] == 1).all()), name
 
 
 def places(x, y):

@@ -55,7 +55,7 @@ def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scal
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     out, lse = outputs(plan, rows, out, lse, wants_lse)
     read = (of_q, q), (of_k, k), (of_v, v), ("kv_block_scales", k_factors), ("kv_block_scales", v_factors)
-    check_apart([("out", out), ("lse", lse)], [*read, ("sinks", sinks)])
+    check_apart([("out", out), ("lse", lse)], [*read, ("sinks", sinks)], in_place=(of_q,))
     facts = dict(
         lse=wants_lse, sinks=sinks is not None, head_scales=qk_scale is not None,
         aligned=is_aligned(q, k, v, out) and _aligned_factors(k_factors, v_factors),
