@@ -24,6 +24,10 @@ def _is_one_element(x) -> bool:
     return isinstance(x, torch.Tensor) and x.numel() == 1 and _is_tensor(x)
 
 
+def _is_whole(x) -> bool:
+    return _is_one_element(x) and not x.is_floating_point() and x.dtype != torch.bool
+
+
 def _is_device(x) -> bool:
     try:
         return isinstance(x, (torch.device, str, int)) and bool(torch.device(x))
@@ -37,7 +41,7 @@ _KINDS: dict[str, tuple[Callable, str]] = {
     "None": (lambda x: x is None, "None"),
     # None for a flag is upstream's False.
     "bool": (lambda x: x is None or isinstance(x, np.bool_) or isinstance(x, int) and x in (0, 1), "True or False"),
-    "int": (lambda x: isinstance(x, (int, np.integer)) or _is_one_element(x), "an integer"),
+    "int": (lambda x: isinstance(x, (int, np.integer)) or _is_whole(x), "an integer"),
     "float": (lambda x: isinstance(x, _NUMBERS) or _is_one_element(x), "a number"),
     "str": (lambda x: isinstance(x, str), "a string"),
     "torch.dtype": (lambda x: isinstance(x, torch.dtype), "a torch.dtype"),
@@ -108,15 +112,18 @@ def checked(function: Callable, traced: Callable | None = None) -> Callable:
         if any(isinstance(x, np.generic) for x in (*args, *named.values())):
             args = tuple(map(_plain, args))
             named = {name: _plain(x) for name, x in named.items()}
-        learns = False
+        learns = whole = False
         for (name, check), x in zip(known.items(), args, strict=False):
             if check is not None:
-                check(name, x)
+                whole |= check(name, x)
             learns |= _learns(x)
         for name, x in named.items():
             if (check := known.get(name)) is not None:
-                check(name, x)
+                whole |= check(name, x)
             learns |= _learns(x)
+        if whole:
+            args = tuple(_item(check, x) for check, x in zip((*known.values(), *[None] * len(args)), args))
+            named = {name: _item(known.get(name), x) for name, x in named.items()}
         if not learns:
             return function(*args, **named)
         with torch.no_grad():
@@ -170,12 +177,24 @@ def _check_of(parameter: inspect.Parameter) -> Callable | None:
         return None
     tests, words = zip(*kinds, strict=True)
     default, allowed = parameter.default, " or ".join(words) if len(words) < 3 else ", ".join(words)
+    whole = "an integer" in words and set(words) <= {"an integer", "None"}
 
-    def check(name: str, x) -> None:
-        if x is not default and not any(test(x) for test in tests):
+    def check(name: str, x) -> bool:
+        """Whether x is an integer in a tensor on the host. One on a GPU is the function's, which may not wait for it."""
+        if x is default:
+            return False
+        if not any(test(x) for test in tests):
             raise WrongKind(f"{name}: got {_shown(x)}; allowed: {allowed}")
+        return whole and isinstance(x, torch.Tensor) and x.device.type == "cpu"
 
+    check.whole = whole
     return check
+
+
+def _item(check: Callable | None, x):
+    """The integer of a tensor on the host, where an integer is wanted; other values as they are."""
+    wanted = getattr(check, "whole", False) and isinstance(x, torch.Tensor) and x.device.type == "cpu"
+    return x.item() if wanted else x
 
 
 def _union(text: str) -> list[tuple[Callable, str]] | None:

@@ -6,7 +6,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import present, require
+from flashinfer._core.checks import check_apart, present, require
 from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend
 from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole
@@ -219,6 +219,10 @@ def attend(
     else:
         result = _in_parts(asked, table, rows, ckv, kpe, factors, flat, flat_lse, sinks, call)
     result, result_lse = result if isinstance(result, tuple) else (result, None)
+    # Where the strides of requests and of their queries do not make one, rows are a copy.
+    for given, written in ((out, flat), (lse, flat_lse)):
+        if given is not None and given.data_ptr() != written.data_ptr():
+            given.copy_(written.view(given.shape))
     out = result.view(shape) if mine is None else mine
     lse = result_lse if lse is None else lse
     return out if lse is None or not return_lse else (out, lse)
@@ -228,7 +232,8 @@ def _rows_of(name: str, given: torch.Tensor, shape) -> torch.Tensor:
     """A caller's output as rows; its axes may be those of the query, or the rows'."""
     require(given.numel() == math.prod(shape) and given.shape[-1] == shape[-1], name, tuple(given.shape),
             f"{tuple(shape)}, or the axes of query")  # fmt: skip
-    return given if given.shape == tuple(shape) else given.view(shape)
+    check_apart([(name, given)])
+    return given if given.shape == tuple(shape) else given.reshape(shape)
 
 
 def _in_parts(asked, table, rows, ckv, kpe, factors, out, lse, sinks, call):

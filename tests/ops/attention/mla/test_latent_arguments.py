@@ -1,5 +1,7 @@
 """Arguments of latent attention that few callers send, against latent attention in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -226,3 +228,20 @@ def test_an_operand_without_columns_is_on_the_device(device):
     for name, wrong in (("q_pe", x.q), ("kpe_cache", x.cache)):
         with pytest.raises(ValueError, match=f"^{name}:"):
             wrapper.run(x.q, ckv_cache=x.cache, **{name: wrong[..., :0].to("meta")})
+
+
+def test_outputs_whose_requests_and_queries_are_apart_in_memory(device):
+    """A slice of the queries' axis: no one stride leads from row to row."""
+    q, cache = (torch.randn(*shape, device=device).half() for shape in ((3, 2, 4, 80), (5, 16, 80)))
+    pages, lens = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([[3, 1], [0, 0], [2, 4]], [20, 5, 32]))
+    run = partial(trtllm_batch_decode_with_kv_cache_mla, q, cache, workspace(device), 64, 64, 16, pages, lens, 32,
+                  bmm1_scale=0.1)  # fmt: skip
+    expected, expected_lse = run(return_lse=True)
+    wide, wide_lse = (torch.full(shape, 7.0, device=device) for shape in ((3, 5, 4, 64), (3, 5, 4)))
+    wide = wide.half()
+    out, lse = wide[:, 1:3], wide_lse[:, 1:3]
+    assert run(out=out, lse=lse) is out
+    assert torch.equal(out, expected) and torch.equal(lse.reshape(6, 4), expected_lse)
+    assert bool((wide[:, [0, 3, 4]] == 7).all()) and bool((wide_lse[:, [0, 3, 4]] == 7).all())
+    with pytest.raises(ValueError, match="^out: got strides"):
+        run(out=torch.empty(3, 1, 4, 64, device=device).half().expand(3, 2, 4, 64))
