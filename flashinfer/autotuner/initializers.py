@@ -4,15 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = [
-    "autotuner_initializer_empty",
-    "autotuner_initializer_ones",
-    "autotuner_initializer_rand",
-    "autotuner_initializer_rand_scaled",
-    "autotuner_initializer_randn",
-    "autotuner_initializer_zeros",
-]
-
 
 def autotuner_initializer_empty(shapes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Whatever is in memory.

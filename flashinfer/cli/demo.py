@@ -1,7 +1,5 @@
 """`flashinfer demo`"""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

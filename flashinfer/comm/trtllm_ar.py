@@ -1,7 +1,5 @@
 """The patterns of the fused all-reduce, by the names and numbers that callers know."""
 
-from __future__ import annotations
-
 
 class AllReduceFusionPattern:
     """What follows an all-reduce in the same call. See `flashinfer.comm.allreduce_fusion`.

@@ -1,10 +1,6 @@
 """Names of formats that callers of upstream's unified interface use."""
 
-from __future__ import annotations
-
 from enum import Enum
-
-__all__ = ["QuantFormat"]
 
 
 class QuantFormat(Enum):

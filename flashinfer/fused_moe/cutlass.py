@@ -12,8 +12,6 @@ from flashinfer.ops import layouts, narrow
 from flashinfer.ops.moe.experts import fragments
 from flashinfer.tllm_enums import ActivationType
 
-__all__ = ["cutlass_fused_moe"]
-
 _PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _BYTES = (torch.uint8, torch.int64, torch.float4_e2m1fn_x2)
 _NAMES = ("fc1_expert_weights", "fc2_expert_weights")

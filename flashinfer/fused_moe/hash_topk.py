@@ -9,8 +9,6 @@ from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.moe import hash_routing as room
 
-__all__ = ["hash_topk"]
-
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _INDEX = (torch.int32, torch.int64)
 

@@ -8,8 +8,6 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
 from flashinfer.fused_moe.bgmv_moe import bgmv_moe_expand, bgmv_moe_shrink
 
-__all__ = ["bgmv_moe_gemm1_lora_delta", "bgmv_moe_gemm2_lora_delta"]
-
 
 @checked
 def bgmv_moe_gemm1_lora_delta(

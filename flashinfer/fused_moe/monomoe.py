@@ -9,14 +9,6 @@ from flashinfer._core.checks import require, same_device
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import RoutingMethodType
 
-__all__ = [
-    "alloc_scratchpad",
-    "get_scratchpad_size_bytes",
-    "has_monomoe",
-    "interleave_for_tma_wgmma_up",
-    "mono_moe",
-]
-
 # By scoring_func and renormalize.
 _METHODS = {
     ("softmax", True): RoutingMethodType.Renormalize,

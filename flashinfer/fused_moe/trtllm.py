@@ -9,8 +9,6 @@ from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import ActivationType, WeightLayout
 
-__all__ = ["trtllm_bf16_moe", "trtllm_bf16_routed_moe"]
-
 
 def routed_by_logits(
     logits, bias, num_experts, top_k, n_group, topk_group, local, scaling, method, norm, replay, /, *, shared=None

@@ -20,13 +20,6 @@ from flashinfer.ops.formats import FACTOR_DTYPES
 from flashinfer.ops.moe.experts import extents
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout
 
-__all__ = [
-    "trtllm_fp8_block_scale_moe",
-    "trtllm_fp8_block_scale_routed_moe",
-    "trtllm_fp8_per_tensor_scale_moe",
-    "trtllm_fp8_per_tensor_scale_routed_moe",
-]
-
 _E4M3 = (torch.float8_e4m3fn,)
 
 

@@ -10,8 +10,6 @@ from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import activation, check_weights, finished, routed_by_ids, routed_by_logits
 from flashinfer.tllm_enums import ActivationType, WeightLayout
 
-__all__ = ["trtllm_fp8_per_channel_scale_moe", "trtllm_fp8_per_channel_scale_routed_moe"]
-
 
 @checked
 def trtllm_fp8_per_channel_scale_moe(

@@ -12,8 +12,6 @@ from flashinfer.ops import layouts
 from flashinfer.ops.moe.experts import extents
 from flashinfer.tllm_enums import ActivationType
 
-__all__ = ["trtllm_mxint4_block_scale_moe", "trtllm_mxint4_block_scale_routed_moe"]
-
 
 @checked
 def trtllm_mxint4_block_scale_moe(

@@ -13,8 +13,6 @@ from flashinfer.ops import layouts
 from flashinfer.ops.formats import FACTOR_DTYPES
 from flashinfer.tllm_enums import ActivationType, RoutingMethodType, SfLayout
 
-__all__ = ["trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe"]
-
 _FP4 = (torch.uint8, torch.float4_e2m1fn_x2)
 
 

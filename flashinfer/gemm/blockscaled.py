@@ -11,8 +11,6 @@ from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import gemm
 from flashinfer.ops.gemm import blockscaled as room
 
-__all__ = ["bmm_mxfp8", "mm_bf16_fp4", "mm_fp4", "mm_mxfp8", "prepare_bf16_fp4_weights"]
-
 _OF_BF16_AND_FP4 = ("cudnn", "cute-dsl", "cute-dsl-native", "blackwell-native", "blackwell-tiled")
 
 

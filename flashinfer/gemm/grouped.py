@@ -16,15 +16,6 @@ from flashinfer.gemm.groupwise import granularity
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FACTOR_DTYPES
 
-__all__ = [
-    "batch_deepgemm_fp8_nt_groupwise",
-    "group_deepgemm_fp8_nt_groupwise",
-    "group_gemm_fp8_nt_groupwise",
-    "group_gemm_mxfp4_nt_groupwise",
-    "group_gemm_mxfp8_mxfp4_nt_groupwise",
-    "group_gemm_nvfp4_nt_groupwise",
-]
-
 
 @checked
 @answering("auto", "trtllm", "cutlass")

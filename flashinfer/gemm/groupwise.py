@@ -16,8 +16,6 @@ from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import gemm
 from flashinfer.ops.gemm import blockscaled as room
 
-__all__ = ["fp8_blockscale_gemm_sm90", "gemm_fp8_nt_blockscaled", "gemm_fp8_nt_groupwise"]
-
 
 @replayed
 @answering("cutlass", "trtllm", denied=("cutile",))

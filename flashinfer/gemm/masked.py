@@ -12,8 +12,6 @@ from flashinfer.gemm._launch import grouped
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FACTOR_DTYPES
 
-__all__ = ["grouped_gemm_nt_masked"]
-
 _CODES = {
     "float4_e2m1fn": (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8)),
     "float8_e4m3fn": (torch.float8_e4m3fn, torch.uint8),

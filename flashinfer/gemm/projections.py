@@ -9,14 +9,6 @@ from flashinfer._core.checks import require
 from flashinfer.compat.queries import answering
 from flashinfer.gemm._epilogues import Rotation, check_heads, finished, fp4_product, fp8_product, gated, rotated
 
-__all__ = [
-    "fp4_linear",
-    "fp4_linear_swiglu",
-    "fp4_qkv_qknorm_rope",
-    "fp8_linear",
-    "fp8_linear_swiglu",
-    "fp8_qkv_qknorm_rope",
-]
 
 @checked
 @answering()

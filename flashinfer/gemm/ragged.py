@@ -13,15 +13,6 @@ from flashinfer.gemm._launch import grouped
 from flashinfer.gemm.grouped import Factors, _blocks, _check_indptr, _groupwise
 from flashinfer.gemm.groupwise import granularity
 
-__all__ = [
-    "group_gemm_fp8_nt_groupwise_contiguous",
-    "masked_bmm",
-    "masked_scaled_bmm",
-    "ragged_block_scaled_bmm",
-    "ragged_bmm",
-    "ragged_scaled_bmm",
-]
-
 _HALVES = (torch.bfloat16, torch.float16)
 _BACKENDS = ("cutile", "auto")
 # block_scale_type: how a and b are read, and their scale factors.

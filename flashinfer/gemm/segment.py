@@ -9,8 +9,6 @@ from flashinfer._core.checks import present, require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 
-__all__ = ["SegmentGEMMWrapper"]
-
 
 class SegmentGEMMWrapper:
     """Products of segments of rows, each with a weight: ``x[segment i] @ weights[i]``.

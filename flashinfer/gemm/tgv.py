@@ -11,8 +11,6 @@ from flashinfer.gemm import _operands as given
 from flashinfer.gemm import dense
 from flashinfer.gemm._launch import gemm
 
-__all__ = ["tgv_gemm_sm100"]
-
 _HALVES = (torch.bfloat16, torch.float16)
 # A factor's dtype says its format, and with it how many elements it is of.
 _FACTORS = {torch.float8_e4m3fn: ("ue4m3", 16), torch.float8_e8m0fnu: ("ue8m0", 32)}

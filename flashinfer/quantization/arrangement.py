@@ -10,8 +10,6 @@ from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
 from flashinfer.utils import get_shuffle_matrix_a_row_indices, get_shuffle_matrix_sf_a_row_indices
 
-__all__ = ["block_scale_interleave", "nvfp4_block_scale_interleave", "shuffle_matrix_a", "shuffle_matrix_sf_a"]
-
 
 @checked
 def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

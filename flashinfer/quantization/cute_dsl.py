@@ -11,13 +11,6 @@ from flashinfer.quantization.fp8_quantization import mxfp8_quantize
 from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, Unset
 from flashinfer.tllm_enums import SfLayout
 
-__all__ = [
-    "mxfp4_quantize_cute_dsl",
-    "mxfp8_quantize_cute_dsl",
-    "nvfp4_quantize_cute_dsl",
-    "nvfp4_quantize_per_token_cute_dsl",
-]
-
 
 @checked
 @named(a="input", a_global_sf="global_scale")

@@ -9,8 +9,6 @@ from flashinfer._core.checks import require
 from flashinfer.quantization import _rows
 from flashinfer.tllm_enums import SfLayout
 
-__all__ = ["e2m1_and_ufp8sf_scale_to_float", "mxfp4_dequantize", "mxfp4_dequantize_host"]
-
 
 @checked
 def e2m1_and_ufp8sf_scale_to_float(

@@ -12,8 +12,6 @@ from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
 from flashinfer.tllm_enums import SfLayout
 
-__all__ = ["mxfp8_dequantize_host", "mxfp8_grouped_quantize", "mxfp8_quantize", "per_token_group_quant_8bit"]
-
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 

@@ -15,14 +15,6 @@ from flashinfer.ops.kv_layout import check_layout, paged_views
 from flashinfer.ops.narrow import widened
 from flashinfer.quantization import _rows
 
-__all__ = [
-    "kv_dequantize_paged",
-    "nvfp4_kv_dequantize",
-    "nvfp4_kv_dequantize_paged",
-    "nvfp4_kv_quantize",
-    "nvfp4_quantize_paged_kv_cache",
-]
-
 
 @checked
 @answering()

@@ -10,8 +10,6 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import BitOrder
 from flashinfer.ops import quantize as room
 
-__all__ = ["packbits", "segment_packbits"]
-
 
 @checked
 def packbits(x: torch.Tensor, bitorder: BitOrder = "big") -> torch.Tensor:

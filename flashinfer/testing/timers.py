@@ -12,20 +12,6 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer.testing.bench import bench_gpu_time
 
-__all__ = [
-    "attention_flops",
-    "attention_flops_with_actual_seq_lens",
-    "attention_tb_per_sec",
-    "attention_tb_per_sec_with_actual_seq_lens",
-    "attention_tflops_per_sec",
-    "attention_tflops_per_sec_with_actual_seq_lens",
-    "bench_gpu_time_with_cuda_event",
-    "bench_gpu_time_with_cudagraph",
-    "bench_gpu_time_with_cupti",
-    "set_seed",
-    "sleep_after_kernel_run",
-]
-
 
 def bench_gpu_time_with_cuda_event(
     fn,

@@ -1,7 +1,5 @@
 """Operations in torch, whose sources definitions carry; parameters by the names that templates give them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

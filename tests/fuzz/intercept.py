@@ -20,9 +20,10 @@ import torch
 from flashinfer.core.kv_cache import PagedKVCache
 from flashinfer.ops.attention.copies import MadeOfWrappers
 from flashinfer.ops.attention.wrapper import AttentionWrapper
-from flashinfer.testing import fuzz, hostile
+from flashinfer.testing import fuzz
 from tests import rooms
 from tests.api.check_surface import SURFACE, resolve
+from tests.fuzz import hostile
 
 
 class _Depth(threading.local):

@@ -17,8 +17,9 @@ import torch
 
 import flashinfer
 from flashinfer._core.checks import check_apart
-from flashinfer.testing import fuzz, hostile
+from flashinfer.testing import fuzz
 from tests import rooms
+from tests.fuzz import hostile
 from tests.fuzz.intercept import Hostile, intercepted
 
 CALLS_ON_CPU = 500

@@ -16,8 +16,6 @@ from flashinfer.tllm_enums import (
     ActivationType,
 )
 
-__all__ = ["CuteDslBf16MoEWrapper", "cute_dsl_fused_moe_bf16"]
-
 _HALVES = (torch.bfloat16, torch.float16)
 # Rows of the up-projection, then as many of the gate, in a gated w1.
 _GROUP = 32

@@ -14,8 +14,6 @@ from flashinfer.tllm_enums import (
     ActivationType,
 )
 
-__all__ = ["CuteDslMxfp8Mxfp4MoEWrapper", "cute_dsl_fused_moe_mxfp8_mxfp4"]
-
 
 @checked
 @answering()

@@ -1,7 +1,5 @@
 """Copies of classes that are made of wrappers."""
 
-from __future__ import annotations
-
 from copy import copy
 
 from flashinfer.ops.attention.wrapper import AttentionWrapper
