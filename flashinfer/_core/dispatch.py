@@ -56,6 +56,13 @@ class Variant:
         return self.refuses(problem, target)
 
 
+def portable_only(
+    room: str, config: Callable, portable: str = "portable", reference: str = "reference", refuses=_takes_all
+) -> tuple[Variant, ...]:
+    """The variants of an op with one kernel for all chips: modules of its room, whose door gives its `__name__`."""
+    return Variant("portable", f"{room}.{portable}", refuses, config), Variant("reference", f"{room}.{reference}")
+
+
 @dataclass(frozen=True)
 class Choice:
     """The variant and config that run one problem on one target, and why each better-placed variant was refused."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.activation import config
 
 KINDS = ("silu", "gelu", "gelu_tanh")
@@ -80,12 +80,4 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("silu", "bf16", block=64, format="mxfp8", across=True)
 
 
-act_and_mul = Op(
-    "act_and_mul",
-    Problem,
-    (
-        Variant("portable", "flashinfer.ops.activation.portable", config=config.portable),
-        Variant("reference", "flashinfer.ops.activation.reference"),
-    ),
-    _catalog,
-)
+act_and_mul = Op("act_and_mul", Problem, portable_only(__name__, config.portable), _catalog)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.concat import config
 
 
@@ -61,9 +61,6 @@ def _packs() -> Iterator[Pack]:
     yield Pack("fp16", 128, 64, 128, aligned=False)
 
 
-_VARIANTS = (
-    Variant("portable", "flashinfer.ops.concat.portable", config=config.portable),
-    Variant("reference", "flashinfer.ops.concat.reference"),
-)
+_VARIANTS = portable_only(__name__, config.portable)
 concat_mla_k = Op("concat_mla_k", Problem, _VARIANTS, _catalog)
 pack_mla_kv = Op("pack_mla_kv_fp8", Pack, _VARIANTS, _packs)

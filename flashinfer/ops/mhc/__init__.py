@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.mhc import config
 
 STREAMS = 4
@@ -66,13 +66,6 @@ class Post:
     aligned: bool = True
 
 
-def _variants(portable_config) -> tuple[Variant, ...]:
-    return (
-        Variant("portable", "flashinfer.ops.mhc.portable", config=portable_config),
-        Variant("reference", "flashinfer.ops.mhc.reference"),
-    )
-
-
 def _pre() -> Iterator[Pre]:
     yield Pre("bf16")
     yield Pre("bf16", splits=16)
@@ -85,5 +78,5 @@ def _post() -> Iterator[Post]:
     yield Post("fp32", "bf16", aligned=False)
 
 
-pre = Op("mhc_pre", Pre, _variants(config.pre), _pre)
-post = Op("mhc_post", Post, _variants(config.post), _post)
+pre = Op("mhc_pre", Pre, portable_only(__name__, config.pre), _pre)
+post = Op("mhc_post", Post, portable_only(__name__, config.post), _post)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, Variant, portable_only
 from flashinfer.ops.norm import config
 from flashinfer.ops.norm.config import LONGEST
 
@@ -179,10 +179,7 @@ def _blocks_too_long(problem, target) -> str:
 def _variants(
     portable_config, portable: str = "portable", reference: str = "reference", refuses=_blocks_too_long
 ) -> tuple[Variant, ...]:
-    return (
-        Variant("portable", f"flashinfer.ops.norm.{portable}", refuses, portable_config),
-        Variant("reference", f"flashinfer.ops.norm.{reference}"),
-    )
+    return portable_only(__name__, portable_config, portable, reference, refuses)
 
 
 def _catalog(kind: str) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.formats import KV_FORMATS
 from flashinfer.ops.page import config
 
@@ -85,13 +85,6 @@ class SeqLens:
     dtype: str
 
 
-def _variants(portable_config, which: str = "") -> tuple[Variant, ...]:
-    return (
-        Variant("portable", f"flashinfer.ops.page.portable{which}", config=portable_config),
-        Variant("reference", "flashinfer.ops.page.reference"),
-    )
-
-
 def _appends() -> Iterator[Append]:
     for dtype in ("u8", "bf16", "fp16"):
         for block in (64, 128, 256):
@@ -113,6 +106,12 @@ def _appends() -> Iterator[Append]:
     yield Append("fp16", 256, 256, False, key_format="int4_group_64", value_format="int4_group_64")
 
 
-append = Op("append_paged_kv_cache", Append, _variants(config.append), _appends)
-positions = Op("get_batch_indices_positions", Positions, _variants(config.index, "_positions"), lambda: [Positions()])
-seq_lens = Op("get_seq_lens", SeqLens, _variants(config.index, "_seq_lens"), lambda: [SeqLens("i32"), SeqLens("i64")])
+append = Op("append_paged_kv_cache", Append, portable_only(__name__, config.append), _appends)
+positions = Op(
+    "get_batch_indices_positions", Positions, portable_only(__name__, config.index, "portable_positions"),
+    lambda: [Positions()],
+)
+seq_lens = Op(
+    "get_seq_lens", SeqLens, portable_only(__name__, config.index, "portable_seq_lens"),
+    lambda: [SeqLens("i32"), SeqLens("i64")],
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.quantize import config
 
 
@@ -138,13 +138,6 @@ class Groups:
     aligned: bool = True
 
 
-def _variants(chosen, module: str = "portable") -> tuple[Variant, ...]:
-    return (
-        Variant("portable", f"flashinfer.ops.quantize.{module}", config=chosen),
-        Variant("reference", "flashinfer.ops.quantize.reference"),
-    )
-
-
 def _quantize_catalog() -> Iterator[Problem]:
     for layout in ("128x4", "linear", "8x4"):
         yield Problem("nvfp4", "bf16", layout, 1024)
@@ -169,16 +162,18 @@ def _groups_catalog() -> Iterator[Groups]:
     yield Groups("fp16", "i8", 64, aligned=False)
 
 
-quantize = Op("quantize", Problem, _variants(config.quantize), _quantize_catalog)
+quantize = Op("quantize", Problem, portable_only(__name__, config.quantize), _quantize_catalog)
 quantize_groups = Op(
-    "quantize_groups", Groups, _variants(config.quantize, "groups"), _groups_catalog
+    "quantize_groups", Groups, portable_only(__name__, config.quantize, "groups"), _groups_catalog
 )
-dequantize = Op("dequantize", Dequantize, _variants(config.dequantize, "portable_dequantize"), _dequantize_catalog)
+dequantize = Op(
+    "dequantize", Dequantize, portable_only(__name__, config.dequantize, "portable_dequantize"), _dequantize_catalog
+)
 interleave = Op(
-    "interleave", Interleave, _variants(config.interleave, "portable_interleave"),
+    "interleave", Interleave, portable_only(__name__, config.interleave, "portable_interleave"),
     lambda: (Interleave(d, "128x4") for d in ("u8", "bf16")),
 )  # fmt: skip
 packbits = Op(
-    "packbits", Packbits, _variants(config.packbits, "portable_packbits"),
+    "packbits", Packbits, portable_only(__name__, config.packbits, "portable_packbits"),
     lambda: (Packbits(True), Packbits(False, "i32", False)),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.rope import config
 
@@ -183,19 +183,12 @@ def _too_many(problem, target) -> str:
     return f"{problem.heads} heads of {problem.head_dim} do not fit in registers" if row > LARGEST_ROW else ""
 
 
-def _variants(
-    portable_config, portable: str = "portable", reference: str = "reference", **options
-) -> tuple[Variant, ...]:
-    return (
-        Variant("portable", f"flashinfer.ops.rope.{portable}", config=portable_config, **options),
-        Variant("reference", f"flashinfer.ops.rope.{reference}"),
-    )
-
-
-rope = Op("apply_rope", Problem, _variants(config.portable), _catalog)
+rope = Op("apply_rope", Problem, portable_only(__name__, config.portable), _catalog)
 rope_quantize = Op(
-    "rope_quantize_fp8", Quantize, _variants(config.quantize, "quantize", "reference_quantize"), _quantized
+    "rope_quantize_fp8", Quantize, portable_only(__name__, config.quantize, "quantize", "reference_quantize"),
+    _quantized,
 )
 video_rope = Op(
-    "qk_rmsnorm_rope", Video, _variants(config.video, "video", "reference_video", refuses=_too_many), _videos
+    "qk_rmsnorm_rope", Video, portable_only(__name__, config.video, "video", "reference_video", refuses=_too_many),
+    _videos,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.sampling import config
 
 # Where a seed or an offset is: an int, a tensor of one element, or a tensor with one for each row.
@@ -113,13 +113,6 @@ class Chain:
     aligned: bool = True
 
 
-def _variants(module: str = "portable") -> tuple[Variant, ...]:
-    return (
-        Variant("portable", f"flashinfer.ops.sampling.{module}", config=config.portable),
-        Variant("reference", "flashinfer.ops.sampling.reference"),
-    )
-
-
 def _softmaxes() -> Iterator[Softmax]:
     yield Softmax("fp32")
     yield Softmax("bf16", "fp32")
@@ -146,7 +139,7 @@ def _chains() -> Iterator[Chain]:
     yield Chain("bf16", "i64", SCALAR, PER_ROW, aligned=False)
 
 
-softmax = Op("softmax", Softmax, _variants(), _softmaxes)
-draw = Op("sampling", Draw, _variants(), _draws)
-prefix = Op("prefix_sampling", Prefix, _variants(), _prefixes)
-chain = Op("chain_speculative_sampling", Chain, _variants("speculative"), _chains)
+softmax = Op("softmax", Softmax, portable_only(__name__, config.portable), _softmaxes)
+draw = Op("sampling", Draw, portable_only(__name__, config.portable), _draws)
+prefix = Op("prefix_sampling", Prefix, portable_only(__name__, config.portable), _prefixes)
+chain = Op("chain_speculative_sampling", Chain, portable_only(__name__, config.portable, "speculative"), _chains)

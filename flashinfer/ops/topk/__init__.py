@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.topk import config
 
 
@@ -55,12 +55,6 @@ class TopK:
         return "i64" if self.result in ("values", "sorted") else "i32"
 
 
-_VARIANTS = (
-    Variant("portable", "flashinfer.ops.topk.portable", config=config.portable),
-    Variant("reference", "flashinfer.ops.topk.reference"),
-)
-
-
 def _catalog() -> Iterator[TopK]:
     yield TopK("sorted", "fp32")
     yield TopK("values", "bf16", last=True)
@@ -71,4 +65,4 @@ def _catalog() -> Iterator[TopK]:
     yield TopK("columns", "bf16", lengths=True, valued=True)
 
 
-top_k = Op("top_k", TopK, _VARIANTS, _catalog)
+top_k = Op("top_k", TopK, portable_only(__name__, config.portable), _catalog)

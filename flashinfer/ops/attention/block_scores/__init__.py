@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.attention.block_scores import config
 
 # Keys of a block, and of a page.
@@ -46,12 +46,4 @@ def _catalog() -> Iterator[Problem]:
     yield Problem(4, 1, q_dtype="fp8e4nv", kv_dtype="fp8e4nv")
 
 
-block_scores = Op(
-    "block_scores",
-    Problem,
-    (
-        Variant("portable", "flashinfer.ops.attention.block_scores.portable", config.refuses, config.choose),
-        Variant("reference", "flashinfer.ops.attention.block_scores.reference"),
-    ),
-    _catalog,
-)
+block_scores = Op("block_scores", Problem, portable_only(__name__, config.choose, refuses=config.refuses), _catalog)

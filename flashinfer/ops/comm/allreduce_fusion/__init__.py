@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.comm.allreduce_fusion import config
 
 LONGEST = 16384
@@ -137,11 +137,5 @@ def _catalog() -> Iterator[Problem]:
 
 
 allreduce_fusion = Op(
-    "allreduce_fusion",
-    Problem,
-    (
-        Variant("portable", "flashinfer.ops.comm.allreduce_fusion.portable", _needs_peers, config.portable),
-        Variant("reference", "flashinfer.ops.comm.allreduce_fusion.reference"),
-    ),
-    _catalog,
+    "allreduce_fusion", Problem, portable_only(__name__, config.portable, refuses=_needs_peers), _catalog
 )

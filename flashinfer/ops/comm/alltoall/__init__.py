@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.comm.alltoall import config
 
 MOST_PAYLOADS = 8
@@ -103,13 +103,6 @@ def _blocks() -> Iterator[Blocks]:
     yield Blocks("peer", 4, "43", 256)
 
 
-def _variants(portable_config) -> tuple[Variant, ...]:
-    return (
-        Variant("portable", "flashinfer.ops.comm.alltoall.portable", _needs_peers, portable_config),
-        Variant("reference", "flashinfer.ops.comm.alltoall.reference"),
-    )
-
-
-moe_dispatch = Op("moe_dispatch", Dispatch, _variants(config.portable), _dispatches)
-moe_combine = Op("moe_combine", Combine, _variants(config.portable), _combines)
-alltoall = Op("alltoall", Blocks, _variants(config.portable), _blocks)
+moe_dispatch = Op("moe_dispatch", Dispatch, portable_only(__name__, config.portable, refuses=_needs_peers), _dispatches)
+moe_combine = Op("moe_combine", Combine, portable_only(__name__, config.portable, refuses=_needs_peers), _combines)
+alltoall = Op("alltoall", Blocks, portable_only(__name__, config.portable, refuses=_needs_peers), _blocks)

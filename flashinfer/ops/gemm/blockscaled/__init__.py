@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, Variant, portable_only
 from flashinfer.ops.gemm import hopper
 from flashinfer.ops.gemm.blockscaled import config
 
@@ -147,20 +147,9 @@ blockscaled = Op(
     _catalog,
 )
 quantize_blocks = Op(
-    "gemm_quantize",
-    Quantize,
-    (
-        Variant("portable", "flashinfer.ops.gemm.blockscaled.portable_quantize", config=config.quantize),
-        Variant("reference", "flashinfer.ops.gemm.blockscaled.reference_quantize"),
-    ),
+    "gemm_quantize", Quantize, portable_only(__name__, config.quantize, "portable_quantize", "reference_quantize"),
     _quantize_catalog,
 )
 widen = Op(
-    "gemm_widen",
-    Widen,
-    (
-        Variant("portable", "flashinfer.ops.gemm.blockscaled.portable_widen", config=config.widen),
-        Variant("reference", "flashinfer.ops.gemm.blockscaled.reference_widen"),
-    ),
-    _widen_catalog,
+    "gemm_widen", Widen, portable_only(__name__, config.widen, "portable_widen", "reference_widen"), _widen_catalog
 )

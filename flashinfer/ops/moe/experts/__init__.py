@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, Variant, portable_only
 from flashinfer.ops.formats import ELEMENTS, FORMATS
 from flashinfer.ops.moe.experts import config
 
@@ -209,11 +209,6 @@ product = Op(
     _product_catalog,
 )
 quantize = Op(
-    "moe_quantize",
-    Quantize,
-    (
-        Variant("portable", f"{_ROOM}.portable_quantize", config=config.quantize),
-        Variant("reference", f"{_ROOM}.reference_quantize"),
-    ),
+    "moe_quantize", Quantize, portable_only(__name__, config.quantize, "portable_quantize", "reference_quantize"),
     _quantize_catalog,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.moe.finalize import config
 
 # Rows whose loads are on the way at once: more need more registers than a thread has for them on sm_80 (ptxas: spills).
@@ -38,16 +38,10 @@ class Problem:
     aligned: bool = True
 
 
-_VARIANTS = (
-    Variant("portable", "flashinfer.ops.moe.finalize.portable", config=config.portable),
-    Variant("reference", "flashinfer.ops.moe.finalize.reference"),
-)
-
-
 def _catalog() -> Iterator[Problem]:
     yield Problem("bf16", "bf16", "fp32", 8)
     yield Problem("fp32", "bf16", "", 2)
     yield Problem("fp16", "fp16", "bf16", 8, aligned=False)
 
 
-finalize = Op("moe_finalize", Problem, _VARIANTS, _catalog)
+finalize = Op("moe_finalize", Problem, portable_only(__name__, config.portable), _catalog)

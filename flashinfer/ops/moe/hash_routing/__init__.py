@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.moe.hash_routing import config
 
 
@@ -37,12 +37,4 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("bf16", "i32", "i64", 16)
 
 
-hash_route = Op(
-    "moe_hash_route",
-    Problem,
-    (
-        Variant("portable", "flashinfer.ops.moe.hash_routing.portable", config=config.portable),
-        Variant("reference", "flashinfer.ops.moe.hash_routing.reference"),
-    ),
-    _catalog,
-)
+hash_route = Op("moe_hash_route", Problem, portable_only(__name__, config.portable), _catalog)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.moe.lora import config
 
 MOST_TOGETHER = 256
@@ -81,12 +81,6 @@ class Pairs(NamedTuple):
     begin: torch.Tensor | None = None
 
 
-_VARIANTS = (
-    Variant("portable", "flashinfer.ops.moe.lora.portable", config=config.portable),
-    Variant("reference", "flashinfer.ops.moe.lora.reference"),
-)
-
-
 def _catalog() -> Iterator[Problem]:
     yield Problem("bf16", "bf16", 256, by_token=True)
     yield Problem("fp16", "fp16", 256)
@@ -94,4 +88,4 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("fp16", "fp32", 32, adds=False, placed=True)
 
 
-lora = Op("moe_lora", Problem, _VARIANTS, _catalog)
+lora = Op("moe_lora", Problem, portable_only(__name__, config.portable), _catalog)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.moe.routing import config
 
 
@@ -73,13 +73,6 @@ class Map:
     few: bool
 
 
-def _variants(portable_config, which: str = "") -> tuple[Variant, ...]:
-    return (
-        Variant("portable", f"flashinfer.ops.moe.routing.portable{which}", config=portable_config),
-        Variant("reference", f"flashinfer.ops.moe.routing.reference{which}"),
-    )
-
-
 def _routes() -> Iterator[Route]:
     yield Route("fp32", "sigmoid", "sigmoid_sum", "fp32", groups=8, size=32, slots=8)
     yield Route("bf16", "logit", "softmax_kept", size=128, slots=8)
@@ -93,5 +86,5 @@ def _maps() -> Iterator[Map]:
     yield Map("i32", 512, few=False)
 
 
-route = Op("moe_route", Route, _variants(config.route), _routes)
-token_map = Op("moe_token_map", Map, _variants(config.token_map, "_map"), _maps)
+route = Op("moe_route", Route, portable_only(__name__, config.route), _routes)
+token_map = Op("moe_token_map", Map, portable_only(__name__, config.token_map, "portable_map", "reference_map"), _maps)
