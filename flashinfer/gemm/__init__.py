@@ -1,6 +1,6 @@
 """Matrix products: dense, with scaled and block-scaled operands, and in groups."""
 
-from . import gemm_base as gemm_base
+from . import gemm_base as gemm_base, routergemm as routergemm
 from .alpha_beta import gemm_alpha_beta
 from .blockscaled import bmm_mxfp8, mm_bf16_fp4, mm_fp4, mm_mxfp8, prepare_bf16_fp4_weights
 from .dense import (
@@ -36,7 +36,7 @@ from .ragged import (
     ragged_bmm,
     ragged_scaled_bmm,
 )
-from .routergemm import (
+from .router import (
     mm_M1_16,
     mm_M1_16_K6144_N256,
     mm_M1_16_K7168_N128,

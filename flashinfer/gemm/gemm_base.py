@@ -1,21 +1,10 @@
 """The path by which callers of upstream reach the names of `flashinfer.gemm`, and the size of upstream's workspace."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from flashinfer.compat.buffers import _get_cache_buf as _get_cache_buf
+from flashinfer.compat.paths import names_of
 
 # Bytes, upstream's number. Products here need no workspace.
 DEFAULT_WORKSPACE_SIZE = 40 * 1024 * 1024
 
 __all__ = ["DEFAULT_WORKSPACE_SIZE"]
-
-
-def __getattr__(name: str) -> Any:
-    # When it is asked for: the package imports this module before its own.
-    from flashinfer import gemm
-
-    if name not in gemm.__all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(gemm, name)
+__getattr__ = names_of("flashinfer.gemm", __name__)

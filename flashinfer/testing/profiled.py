@@ -13,16 +13,6 @@ import torch.distributed as dist
 
 from flashinfer._core.checks import require
 
-__all__ = [
-    "aggregate_gpu_time_across_ranks",
-    "bench_kineto",
-    "calculate_rotation_count",
-    "count_bytes",
-    "empty_suppress",
-    "get_l2_cache_size",
-    "suppress_stdout_stderr",
-]
-
 # Bytes written between two calls: more than any cache holds, and a pause for the card.
 _FLUSH = 8_000_000_000
 # How many times the L2 cache has to be passed through until nothing of a buffer is left in it.

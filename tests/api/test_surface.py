@@ -87,10 +87,8 @@ def test_modules_of_upstream_that_functions_are_imported_from():
     from flashinfer.fused_moe import core
     from flashinfer.gemm import gemm_base, routergemm
 
-    for name in routergemm.__all__:
-        assert getattr(routergemm, name) is getattr(gemm, name)
     for name in gemm.__all__:
-        assert getattr(gemm_base, name) is getattr(gemm, name)
+        assert getattr(gemm_base, name) is getattr(routergemm, name) is getattr(gemm, name)
     for name in ("trtllm_fp8_per_channel_scale_routed_moe", "trtllm_mxint4_block_scale_routed_moe"):
         assert getattr(core, name) is getattr(fused_moe, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
