@@ -10,7 +10,7 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import NoPlan, renamed, require
 from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
-from flashinfer.ops.attention.copies import MadeOfWrappers
+from flashinfer.ops.attention.copies import MadeOfWrappers, OneWorkspace
 from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.joined import PREFILL_NAMES, check_offsets, from_zero, joined_offsets, same_cache
 from flashinfer.ops.attention.options import both_dtypes, check_flag
@@ -46,7 +46,7 @@ _ALONE = dict(scale_q="q_scale") | {name: f"{name}_p" for name in (
 )}  # fmt: skip
 
 
-class PODWithPagedKVCacheWrapper(MadeOfWrappers):
+class PODWithPagedKVCacheWrapper(OneWorkspace):
     """One request's prefill over contiguous keys, and a batch's decode over pages.
 
     They are two launches in the order of the stream, since their keys lie in different tensors; `BatchAttention` has
@@ -70,6 +70,8 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
     (torch.Size([5, 8, 64]), torch.Size([1, 8, 64]))
     """
 
+    _workspace_of = "_decode"
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -91,26 +93,6 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
     def is_cuda_graph_enabled(self) -> bool:
         """Whether the decode keeps its tables in fixed buffers."""
         return self._decode.is_cuda_graph_enabled
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers.
-
-        The wrapper keeps both by reference. Partial results go into the new one from the next plan() on; a captured
-        graph keeps the old one.
-
-        Parameters
-        ----------
-        float_workspace_buffer : uint8 Tensor
-            On the wrapper's device, of any size.
-        int_workspace_buffer : Tensor
-            Not used: work lists belong to their plan.
-
-        Raises
-        ------
-        ValueError
-            float_workspace_buffer is not a tensor, or is on another device.
-        """
-        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,
@@ -257,9 +239,6 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d
         )
         return prefill, decode
-
-    def end_forward(self) -> None:
-        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
 
 def q_scale_of(scale, q: torch.Tensor) -> torch.Tensor | None:

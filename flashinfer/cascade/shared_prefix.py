@@ -10,7 +10,7 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._core.literals import KvLayout
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
-from flashinfer.ops.attention.copies import MadeOfWrappers
+from flashinfer.ops.attention.copies import OneWorkspace
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 from .merge import merge_state_in_place
@@ -27,7 +27,7 @@ _OPERANDS = {
 }  # fmt: skip
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(OneWorkspace):
     """Decode attention of requests that share one prefix: its keys contiguous, each request's own keys paged.
 
     Parameters
@@ -48,29 +48,11 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
     torch.Size([2, 8, 64])
     """
 
+    _workspace_of = "_unique"
+
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: KvLayout = "NHD"):
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers.
-
-        The wrapper keeps both by reference. Partial results go into the new one from the next begin_forward() on; a
-        captured graph keeps the old one.
-
-        Parameters
-        ----------
-        float_workspace_buffer : uint8 Tensor
-            On the wrapper's device, of any size.
-        int_workspace_buffer : Tensor
-            Not used: work lists belong to their plan.
-
-        Raises
-        ------
-        ValueError
-            float_workspace_buffer is not a tensor, or is on another device.
-        """
-        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     @checked
     @named(**_TABLES, q_data_type="data_type", kv_data_type="data_type")
@@ -138,11 +120,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         merge_state_in_place(v, s, *_shared_part(q, k_shared, v_shared, self._kv_layout))
         return v
 
-    def end_forward(self) -> None:
-        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
-
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(OneWorkspace):
     """Prefill and append attention of requests that share one prefix: its keys contiguous, each one's own paged.
 
     Parameters
@@ -164,32 +143,14 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
     torch.Size([5, 8, 64])
     """
 
+    _workspace_of = "_unique"
+
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: KvLayout = "NHD"):
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
         # Tables and sizes of the batch, and the options that it was planned with.
         self._batch: tuple[Any, ...] = ()
         self._planned: dict[str, Any] | None = None
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers.
-
-        The wrapper keeps both by reference. Partial results go into the new one from the next begin_forward() on; a
-        captured graph keeps the old one.
-
-        Parameters
-        ----------
-        float_workspace_buffer : uint8 Tensor
-            On the wrapper's device, of any size.
-        int_workspace_buffer : Tensor
-            Not used: work lists belong to their plan.
-
-        Raises
-        ------
-        ValueError
-            float_workspace_buffer is not a tensor, or is on another device.
-        """
-        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     @checked
     def begin_forward(
@@ -288,9 +249,6 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         v, s = self._unique.run(q, unique_kv_cache, return_lse=True)
         merge_state_in_place(v, s, *_shared_part(q, k_shared, v_shared, self._kv_layout, **options))
         return v
-
-    def end_forward(self) -> None:
-        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
 
 @named(k="k_shared", v="v_shared")
