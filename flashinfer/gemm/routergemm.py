@@ -1,5 +1,12 @@
 """The path by which callers of upstream reach products of few rows, which are among the names of `flashinfer.gemm`."""
 
-from flashinfer.compat.paths import names_of
+from __future__ import annotations
 
-__getattr__ = names_of("flashinfer.gemm", __name__)
+from typing import Any
+
+from flashinfer.compat.paths import named
+
+
+
+def __getattr__(name: str) -> Any:
+    return named(name, "flashinfer.gemm", __name__)
