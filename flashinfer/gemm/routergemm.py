@@ -7,6 +7,5 @@ from typing import Any
 from flashinfer.compat.paths import named
 
 
-
 def __getattr__(name: str) -> Any:
     return named(name, "flashinfer.gemm", __name__)
