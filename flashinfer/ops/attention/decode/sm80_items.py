@@ -52,7 +52,10 @@ def item_of_lengths(item, work, window_left, GROUP: gl.constexpr, BLOCK_M: gl.co
     items = count
     request = item * 0
     if BATCH > 1:
-        end = gl.associative_scan(count, 0, _add)
+        # The same elements in the same lanes, in a layout that scans take.
+        FLAT: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [gl.num_warps()], [0])
+        end = gl.associative_scan(gl.convert_layout(count, FLAT), 0, _add)
+        end = gl.convert_layout(end, gl.SliceLayout(1, LANES))
         items = gl.sum(count, 0)
         mine = (end > item) & (end - count <= item)
         first_slot = gl.sum(gl.where((end <= item) & (splits > 1), count, 0), 0)
