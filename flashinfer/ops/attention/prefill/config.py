@@ -33,6 +33,8 @@ class Sm90Config(SplitKnobs):
         The policy of split-KV, see `SplitKnobs`; programs_per_sm is also the number of resident thread blocks.
     transpose_warps : int
         Warps that transpose tiles of FP8 values, so that keys are contiguous; 0 for other dtypes.
+    copiers : int
+        Warps that copy K by TMA, and as many that copy V.
     lead : int
         Slices of FP8 keys, and of values, whose loads are in flight in the warps that widen them under wider queries
         (`sm90_widen.py`); 0 where nothing is widened.
@@ -51,6 +53,7 @@ class Sm90Config(SplitKnobs):
     registers: int
     copy_registers: int
     transpose_warps: int = 0
+    copiers: int = 1
     lead: int = 0
     transform: bool = False
     wide: bool = False
@@ -133,6 +136,13 @@ def _widening(p: Problem, block_n: int) -> tuple[int, int, int, bool]:
     return (216, 72, 3, True) if p.head_scales else (200, 104, 4, p.mask == "causal")
 
 
+def _copiers(p: Problem, block_n: int) -> int:
+    """Warps that copy K in boxes, and as many that copy V."""
+    # A page of 128 columns takes two requests, of 40 to 80 cycles each. Those of 8 pages take some 1000 of a block's
+    # 2300 cycles, and their latency as many again. Two more warps take nothing: a warpgroup has four.
+    return 2 if p.page_size and block_n // p.page_size >= 4 and p.q_dtype not in FP8 else 1
+
+
 def choose(p: Problem, target: Target) -> Sm90Config:
     fp8 = p.q_dtype == "fp8e4nv"
     block_n, stages, staged = (_FP8_TILES if fp8 else _TILES)[p.head_dim_qk, p.head_dim_vo]
@@ -164,6 +174,7 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         programs_per_sm=1,
         least_split=512,
         transpose_warps=2 if fp8 else 0,
+        copiers=_copiers(p, block_n) if boxes else 1,
         lead=lead,
     )
 

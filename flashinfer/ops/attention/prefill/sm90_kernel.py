@@ -7,8 +7,8 @@ Warps: 4 a warpgroup;
 
 - two consumer warpgroups of 64 query rows each: products, softmax, results (sm90_softmax.py, sm90_finish.py);
 - a producer warp for K, which also publishes the next task, and one for V, by TMA (sm90_loads.produce_keys,
-  produce_values); or four warps that copy both row by row (sm90_loads.gather); or, of FP8 caches under bf16 or fp16
-  queries, two that widen K and two that widen V (sm90_widen.py);
+  produce_values), or two for each where pages are small; or four warps that copy both row by row (sm90_loads.gather);
+  or, of FP8 caches under bf16 or fp16 queries, two that widen K and two that widen V (sm90_widen.py);
 - in FP8, two more that transpose values (sm90_values.py).
 
 Shared memory: the 128 query rows, rings of STAGES tiles of K and of V (in FP8, of transposed V too), and, if STAGED,
@@ -41,7 +41,14 @@ from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
 from flashinfer.ops.attention._device.sm90_fixed_shift import DOUBTFUL, FAILED, verdict
 from flashinfer.ops.attention.prefill.sm90_finish import finish, rows_of, rows_exist, view_of
-from flashinfer.ops.attention.prefill.sm90_loads import fetch_queries, gather, produce_keys, produce_values
+from flashinfer.ops.attention.prefill.sm90_loads import (
+    fetch_queries,
+    gather,
+    produce_keys,
+    produce_upper_keys,
+    produce_upper_values,
+    produce_values,
+)
 from flashinfer.ops.attention.prefill.sm90_queue import (
     TaskQueue,
     make_task_queue,
@@ -243,10 +250,10 @@ def attend_sm90_kernel(
         CAUSAL=mask.CAUSAL, WINDOW=mask.WINDOW, CUSTOM=mask.CUSTOM, SOFT_CAP=numbers.SOFT_CAP, ALIBI=heads.ALIBI,
         SINKS=heads.SINKS, HEAD_SCALES=heads.SCALES, LSE=LSE,
         TRANSFORM=numbers.SOFT_CAP or heads.ALIBI or heads.SCALES or SCALE_FIRST or VARIED, GATHER=GATHER,
-        WIDEN=warps.WIDEN, LEAD=warps.LEAD, BY_HEAD=BY_HEAD, GROUP=GROUP, PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO,
-        D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO, REST=dims.REST, STAGED=tiles.STAGED,
-        FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth, TRANSPOSE_WARPS=warps.TRANSPOSE, LOGITS=LOGITS, MASK=MASK,
-        VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
+        WIDEN=warps.WIDEN, LEAD=warps.LEAD, BY_HEAD=BY_HEAD, COPIERS=warps.COPIERS, GROUP=GROUP,
+        PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
+        REST=dims.REST, STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
+        TRANSPOSE_WARPS=warps.TRANSPOSE, LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
     )  # fmt: skip
     q_tiles = _tiles(DTYPE, 2, ROWS, dims.D)
     k_tiles = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.D)
@@ -259,12 +266,12 @@ def attend_sm90_kernel(
     # Not shared with the queries' tiles: the next task's queries are copied there while outputs are staged.
     o_tiles = _tiles(out.dtype.element_ty, 2, ROWS if tiles.STAGED else 8, dims.VO_PAD)
     # With cp.async each of 128 threads arrives at a stage's mbarrier; of warps that widen one thread does, and with TMA
-    # one, and bytes are counted.
-    WRITERS: gl.constexpr = 128 if GATHER and warps.WIDEN == "" else 1
+    # one of each warp, and bytes are counted.
+    WRITERS: gl.constexpr = 128 if GATHER and warps.WIDEN == "" else warps.COPIERS
     k = make_ring(k_tiles, k_rests, tiles.STAGES, WRITERS, 2)
     v = make_ring(v_tiles, v_tiles, tiles.STAGES, WRITERS, 1 if FP8 else 2)
     # Readers: the consumers, and the warps that copy or transpose values.
-    queue = make_task_queue(4 if FP8 else 2 if WRITERS == 128 else 3, settings.FIXED)
+    queue = make_task_queue(4 if FP8 else 2 if WRITERS == 128 else 1 + 2 * warps.COPIERS, settings.FIXED)
     # In FP8 warpgroups do not take turns, so there are no mbarriers for it. The compiler would let unused mbarriers
     # share memory with tiles.
     turn = k.channel.full
@@ -322,13 +329,34 @@ def attend_sm90_kernel(
                 [warps.REGISTERS, warps.COPY_REGISTERS],
             )  # fmt: skip
         else:
-            gl.warp_specialize(
-                [
-                    (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
-                    (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                    (produce_keys, (k_map, k_rest_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
-                    (produce_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
-                ],
-                [4, 1, 1],
-                [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
-            )
+            if warps.COPIERS == 1:
+                gl.warp_specialize(
+                    [
+                        (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
+                        (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
+                        (produce_keys, (k_map, k_rest_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
+                        (produce_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
+                    ],
+                    [4, 1, 1],
+                    [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
+                )  # fmt: skip
+            else:
+                gl.warp_specialize(
+                    [
+                        (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
+                        (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
+                        (produce_keys, (k_map, k_rest_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
+                        (produce_upper_keys, (k_map, k_rest_map, k) + common + (
+                            k_by.page, k_by.head, k_by.step, settings,
+                        )),
+                        (produce_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
+                        (produce_upper_values, (v_map, v) + common + (
+                            v_by.page, v_by.head, v_by.step, settings,
+                        )),
+                    ],
+                    [4, 1, 1, 1, 1],
+                    [
+                        warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS,
+                        warps.COPY_REGISTERS,
+                    ],
+                )

@@ -1,6 +1,6 @@
 """Hopper prefill: copies of queries, keys and values to shared memory.
 
-- `produce_keys`, `produce_values`, one warp each: TMA copies, a box for each page of a tile.
+- `produce_keys`, `produce_values`, one warp each, or two where a tile has many pages: TMA copies, a box for each page.
 - `gather`, four warps: cp.async row by row, for page sizes that are no TMA box (below 16 tokens, or no power of two).
   FP8 under wider queries: sm90_widen.py.
 - `fetch_queries`, by each consumer warpgroup: cp.async of its own 64 query rows of the next task.
@@ -23,12 +23,12 @@ from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings,
 
 
 @gluon.jit
-def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The page ids of one block of keys; none for ragged keys. Past the end it is the last key's page, whose data is
-    masked."""
+def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
+    """The page ids of KEYS keys from `start` on; none for ragged keys. Past the end it is the last key's page, whose
+    data is masked."""
     pages = ()
     if PAGE_SIZE > 0:
-        BOXES: gl.constexpr = (BLOCK_N + PAGE_SIZE - 1) // PAGE_SIZE
+        BOXES: gl.constexpr = (KEYS + PAGE_SIZE - 1) // PAGE_SIZE
         for box in gl.static_range(BOXES):
             page = gl.minimum(start + box * PAGE_SIZE, kv_len - 1) // PAGE_SIZE
             pages += (gl.load(kv_indices + kv_base + page),)
@@ -48,9 +48,10 @@ def _load_box(source, row, head, column, full, to, settings: Settings):
 @gluon.jit
 def _produce(
     tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
-    head_rows, head_cols, TWO: gl.constexpr, PUBLISHES: gl.constexpr, settings: Settings,
+    head_rows, head_cols, PART: gl.constexpr, TWO: gl.constexpr, PUBLISHES: gl.constexpr, settings: Settings,
 ):  # fmt: skip
-    """Producer warp: copy the keys, or the values, of each task, one block after another, last block first.
+    """Producer warp: copy the keys, or the values, of each task, one block after another, last block first. Of
+    settings.COPIERS warps it is number PART, and copies the PART-th share of each block's rows.
 
     The warp that PUBLISHES takes the next task after it has issued all copies of this one. The atomic's latency is
     hidden, because no stage is empty yet.
@@ -58,7 +59,9 @@ def _produce(
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
     SPLIT_AT: gl.constexpr = ring.tiles.shape[2]
     COLUMNS: gl.constexpr = SPLIT_AT + (ring.rest.shape[2] if TWO else 0)
-    SIZE: gl.constexpr = ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS
+    KEYS: gl.constexpr = BLOCK_N // settings.COPIERS
+    FIRST: gl.constexpr = PART * KEYS
+    SIZE: gl.constexpr = ring.tiles.dtype.primitive_bitwidth // 8 * KEYS * COLUMNS
     tasks = gl.load(counts) * num_kv_heads
     step = 0
     task = program()
@@ -74,7 +77,7 @@ def _produce(
         start = begin + (blocks - 1) * BLOCK_N
         for i in range(blocks):
             # Loaded before the wait for an empty stage, which hides the latency.
-            pages = _pages(kv_indices, kv_base, start, kv_len, settings.PAGE_SIZE, BLOCK_N)
+            pages = _pages(kv_indices, kv_base, start + FIRST, kv_len, settings.PAGE_SIZE, KEYS)
             stage, full = ring.channel.expect(step, SIZE)
             row = kv_head * head_rows
             head = kv_head * head_cols
@@ -87,12 +90,12 @@ def _produce(
                 if TWO:
                     _load_box(rest_map, row, head, SPLIT_AT, full, ring.rest.index(stage), settings)
             else:
-                for box in gl.static_range(BLOCK_N // settings.PAGE_SIZE):
+                for box in gl.static_range(KEYS // settings.PAGE_SIZE):
                     at = row + pages[box] * page_rows
-                    to = ring.tiles.index(stage).slice(box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
+                    to = ring.tiles.index(stage).slice(FIRST + box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
                     _load_box(tiles_map, at, head, 0, full, to, settings)
                     if TWO:
-                        to = ring.rest.index(stage).slice(box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
+                        to = ring.rest.index(stage).slice(FIRST + box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
                         _load_box(rest_map, at, head, SPLIT_AT, full, to, settings)
             start -= BLOCK_N
             step += 1
@@ -110,7 +113,7 @@ def produce_keys(
 ):  # fmt: skip
     _produce(
         tiles_map, rest_map, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-        head_cols, settings.TWO, True, settings,
+        head_cols, 0, settings.TWO, True, settings,
     )  # fmt: skip
 
 
@@ -121,7 +124,31 @@ def produce_values(
 ):  # fmt: skip
     _produce(
         tiles_map, tiles_map, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-        head_cols, False, False, settings,
+        head_cols, 0, False, False, settings,
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce_upper_keys(
+    tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
+    head_rows, head_cols, settings: Settings,
+):  # fmt: skip
+    """The second warp that copies K: the upper half of each block."""
+    _produce(
+        tiles_map, rest_map, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
+        head_cols, 1, settings.TWO, False, settings,
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce_upper_values(
+    tiles_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
+    head_cols, settings: Settings,
+):  # fmt: skip
+    """The second warp that copies V: the upper half of each block."""
+    _produce(
+        tiles_map, tiles_map, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
+        head_cols, 1, False, False, settings,
     )  # fmt: skip
 
 

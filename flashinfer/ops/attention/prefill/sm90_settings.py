@@ -27,6 +27,8 @@ class Settings:
     TRANSFORM: gl.constexpr
     # Whether keys and values are copied row by row with cp.async instead of by TMA.
     GATHER: gl.constexpr
+    # Warps that copy K by TMA, and as many that copy V.
+    COPIERS: gl.constexpr
     # The format of keys and values that are widened (sm90_widen.py), or ""; the slices whose loads are in flight.
     WIDEN: gl.constexpr
     LEAD: gl.constexpr
