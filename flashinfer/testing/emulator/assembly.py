@@ -25,6 +25,8 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
         return scalar(programs)
     if asm == "mov.u32 $0, %ctaid.x;":
         return scalar(program)
+    if asm == "prefetch.global.L2 [$1]; mov.b32 $0, 0;":
+        return scalar(0)
     if asm == "mov.u32 $0, %laneid;":
         return Lanes(np.arange(32, dtype=np.int32), tl.int32)
     if asm == "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;" and pack == 4:

@@ -35,7 +35,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashinfer.ops._device.sm90.registers import opaque, program
+from flashinfer.ops._device.sm90.registers import opaque, prefetch, program
 from flashinfer.ops._device.sm90.ring import make_barriers
 from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
@@ -241,6 +241,9 @@ def attend_sm90_kernel(
     head is elements. LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them.
     Without SOFTMAX, logits are weights.
     """
+    # Where L2 is cold, the number of tasks and the first task's record arrive together.
+    prefetch(work.counts)
+    prefetch(work.items + program() // num_kv_heads * ITEM_WIDTH)
     VARIED: gl.constexpr = LOGITS is not None or MASK is not None
     DTYPE: gl.constexpr = q.dtype.element_ty
     TWO: gl.constexpr = dims.REST > 0
