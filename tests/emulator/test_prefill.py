@@ -66,6 +66,17 @@ def test_pages(page_size, kv_layout, seed):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("page_size", (16, 32))
+@pytest.mark.parametrize("dim, window_left", ((80, -1), (128, 100), (256, -1)))
+def test_pages_of_two_warps(dim, window_left, page_size):
+    """Each half of a block's pages is copied by a warp of its own, where a block has four pages or more."""
+    x, options = batch(dim), Options(causal=True, window_left=window_left)
+    with emulate("90a", seed=1):
+        result = run_paged(x, options, "sm90", page_size=page_size)
+    check(result, x, options)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", SEEDS)
 def test_custom_masks(seed):
     x = batch()
