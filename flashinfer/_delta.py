@@ -19,7 +19,7 @@ from flashinfer._core.checks import (
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Gates, Kept, Norm, Pool, Tokens
-from flashinfer.ops.recurrent.layouts import state_layout, whole_rows
+from flashinfer.ops.recurrent.layouts import dense_rows, state_layout, whole_rows
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -243,6 +243,7 @@ def run_step(
         write=pool.write is not None,
         stop=pool.stop is not None,
         aligned=bool(layout) and whole_rows(*rows, None if norm is None else norm.gate),
+        dense=dense_rows(pool.source, pool.state),
     )
     if not tokens.sequences:
         result.zero_()

@@ -8,7 +8,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, dtype_name, require, same_device
 from flashinfer.mamba._operands import check_each, check_seed, check_tables, is_tied, operands
 from flashinfer.ops.recurrent import ssm as room
-from flashinfer.ops.recurrent.layouts import whole_rows
+from flashinfer.ops.recurrent.layouts import dense_rows, whole_rows
 
 __all__ = ["selective_state_update"]
 
@@ -191,6 +191,8 @@ def selective_state_update(
         rows=rows is not None and keeps == "buffer",
         rounds=0 if rand_seed is None else philox_rounds,
         aligned=whole_rows(state, tokens.B, tokens.C, each),
+        single=offsets is None and tokens.x.shape[1] == 1,
+        dense=dense_rows(state),
     )
     rows = rows if problem.rows else None
     pool = room.Pool(state, state_scale, each, each_scale, read, write, rows, accepted, pad_slot_id, rand_seed)

@@ -28,3 +28,12 @@ def state_layout(*states: torch.Tensor | None) -> str:
     if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in given):
         return "k"
     return "v" if all(x.stride(-2) == 1 or x.shape[-2] == 1 for x in given) else ""
+
+
+def dense_rows(*states: torch.Tensor | None) -> bool:
+    """Whether rows of all states [.., V, K] lie one after another without gaps, and K is a power of two of 16 at
+    least."""
+    for x in states:
+        if x is not None and (x.shape[-1] < 16 or x.shape[-1] & x.shape[-1] - 1 or x.stride()[-2:] != (x.shape[-1], 1)):
+            return False
+    return True

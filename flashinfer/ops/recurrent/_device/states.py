@@ -18,6 +18,18 @@ def state_offsets(row, column, row_stride, column_stride, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def tile_offsets(block, row, column, by, LAYOUT: tl.constexpr, DENSE: tl.constexpr):
+    """Offsets of the rows of a block of a state. With DENSE a row begins where the one before it ends, so that all
+    accesses of a thread have one address and constants."""
+    if DENSE:
+        ROWS: tl.constexpr = row.shape[0]
+        KEYS: tl.constexpr = column.shape[0]
+        return block * (ROWS * KEYS) + (tl.arange(0, ROWS)[:, None] * KEYS + column[None, :])
+    else:
+        return state_offsets(row, column, by.row, by.column, LAYOUT)
+
+
+@triton.jit
 def load_state(at, inside, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
     x = tl.load(at, inside, other=0)
     if DTYPE == "fp8e4nv" or DTYPE == "fp8e5":

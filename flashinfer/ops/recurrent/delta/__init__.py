@@ -61,6 +61,8 @@ class Step:
         Which of these tables of operands.Pool are given.
     aligned : bool
         Rows can be read 16 bytes at a time.
+    dense : bool
+        Rows of a state lie one after another without gaps, and K is a power of two.
     """
 
     key_dim: int
@@ -91,6 +93,7 @@ class Step:
     write: bool = False
     stop: bool = False
     aligned: bool = True
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,25 +237,27 @@ def _variants(chosen) -> tuple[Variant, ...]:
 def _steps() -> Iterator[Step]:
     raw = {"gate": "softplus", "gate_dtype": "bf16", "bias_dtype": "fp32", "beta": "logit", "beta_dtype": "bf16"}
     gdn = {"normalize": True, **raw}
-    fp32, bf16 = ({"source_dtype": t, "state_dtype": t} for t in ("fp32", "bf16"))
+    fp32, bf16 = ({"source_dtype": t, "state_dtype": t, "dense": True} for t in ("fp32", "bf16"))
     yield Step(128, 128, "bf16", "bf16", **gdn, **fp32, single=True)
     yield Step(128, 128, "bf16", "bf16", **gdn, **bf16, single=True, write=True, index="i64")
-    yield Step(128, 128, "bf16", "bf16", **gdn, **fp32, single=True, layout="v", read=False)
+    yield Step(128, 128, "bf16", "bf16", **gdn, **fp32 | {"dense": False}, single=True, layout="v", read=False)
     yield Step(128, 128, "bf16", "bf16", **gdn, **fp32, each="buffer", final=False)
     yield Step(128, 128, "bf16", "bf16", **gdn, **bf16, stop=True)
-    yield Step(128, 128, "bf16", "bf16", **gdn, source_dtype="fp32", final=False, keep="replay", kept_dtype="bf16")
+    yield Step(128, 128, "bf16", "bf16", **gdn, source_dtype="fp32", final=False, keep="replay", kept_dtype="bf16",
+               dense=True)  # fmt: skip
     kda = {**gdn, "channels": True, "gate": "bounded"}
     yield Step(128, 128, "bf16", "bf16", **kda, **bf16, packed=True, accepted=True, each="pool", final=False)
     yield Step(128, 128, "bf16", "bf16", **kda, **fp32, single=True, norm=True)
-    frozen = {"source_dtype": "bf16", "final": False, "keep": "corrections", "kept_dtype": "bf16"}
+    frozen = {"source_dtype": "bf16", "final": False, "keep": "corrections", "kept_dtype": "bf16", "dense": True}
     yield Step(128, 128, "bf16", "bf16", **kda, **frozen)
-    tree = {"source_dtype": "fp32", "final": False, "tokens": 16}
+    tree = {"source_dtype": "fp32", "final": False, "tokens": 16, "dense": True}
     yield Step(128, 128, "bf16", "bf16", **gdn, **tree, each="buffer", state_dtype="fp32")
     yield Step(128, 128, "bf16", "bf16", **gdn, **tree | {"tokens": 64}, keep="replay", kept_dtype="bf16")
     yield Step(128, 128, "bf16", "bf16", **kda, **bf16, packed=True, accepted=True, each="pool", final=False, tokens=16)
     yield Step(128, 128, "bf16", "bf16", **kda, **frozen, tokens=64)
     log = {"gate": "log", "gate_dtype": "bf16", "channels": True, "beta": "value", "beta_dtype": "bf16"}
-    yield Step(64, 64, "fp16", "fp16", **log, **fp32, packed=True, aligned=False, layout="", read=False)
+    yield Step(64, 64, "fp16", "fp16", **log, **fp32 | {"dense": False}, packed=True, aligned=False, layout="",
+               read=False)  # fmt: skip
 
 
 def _commits() -> Iterator[Commit]:

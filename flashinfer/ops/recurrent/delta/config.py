@@ -12,11 +12,13 @@ class Config:
     """rows : rows of the state (values) of a program. num_warps : warps of a program.
 
     capability : the compute capability times ten, which decides how fp8 is converted; 0 where no state is fp8.
+    pdl : dependent launch.
     """
 
     rows: int
     num_warps: int
     capability: int = 0
+    pdl: bool = False
 
 
 def capability_for(target, *dtypes: str) -> int:
@@ -32,9 +34,12 @@ def step(problem, target) -> Config:
         return Config(16, 16 if problem.tokens * key > 4096 else 8, capability)
     if problem.norm:
         # The norm is over all values of a head, so one program has the whole state, which takes 64 registers a thread.
-        return Config(value, max(4, key * value // 2048), capability)
-    # The state takes 32 registers a thread of 4 warps, and 16 KiB in float32 are in flight. Not measured.
-    return Config(max(8, min(value, 4096 // key)), 4, capability)
+        return Config(value, max(4, key * value // 2048), capability, target.pdl)
+    if problem.layout == "v":
+        # Rows of a tile are contiguous in memory: 32 of them are whole sectors in every dtype.
+        return Config(max(8, min(value, 4096 // key)), 4, capability, target.pdl)
+    # One warp, so that sums over keys and their copies need no barrier. The state takes 32 registers a thread.
+    return Config(max(4, min(value, 1024 // key)), 1, capability, target.pdl)
 
 
 def layer(problem, target) -> Config:

@@ -14,20 +14,52 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
-from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_tokens
-from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
+from flashinfer.ops.recurrent._device.sequences import head_of, slot_of, span_of, zero_tokens
+from flashinfer.ops.recurrent._device.states import load_state, store_state, tile_offsets
 from flashinfer.ops.recurrent.delta.keep import keep_token
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides, table_strides
+
+
+@triton.jit
+def _load_token(
+    tokens, there, origin, token, head, row, column, in_rows, in_columns, q_by, k_by, v_by, gate_by, beta_by, shares,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Key, query, value, gate and beta of a token as stored, if it is `there`; 0 for a gate and 1 for a beta that are
+    not given."""
+    in_rows &= there
+    in_columns &= there
+    at = origin * k_by.row + token * k_by.token + head_of(head, shares.k) * k_by.head
+    key = tl.load(tokens.k + at + column, in_columns, other=0)
+    at = origin * q_by.row + token * q_by.token + head_of(head, shares.q) * q_by.head
+    query = tl.load(tokens.q + at + column, in_columns, other=0)
+    at = origin * v_by.row + token * v_by.token + head_of(head, shares.v) * v_by.head
+    value = tl.load(tokens.v + at + row, in_rows, other=0)
+    gate = 0.0
+    if tokens.gate is not None:
+        at = origin * gate_by.row + token * gate_by.token + head_of(head, shares.gate) * gate_by.head
+        if CHANNELS:
+            gate = tl.load(tokens.gate + at + column, in_columns, other=0)
+        else:
+            gate = tl.load(tokens.gate + at, there, other=0)
+    beta = 1.0
+    if tokens.beta is not None:
+        at = origin * beta_by.row + token * beta_by.token + head_of(head, shares.beta) * beta_by.head
+        beta = tl.load(tokens.beta + at, there, other=0)
+    return key, query, value, gate, beta
 
 
 @triton.jit
 def step_kernel(
     tokens, gates, pool, out, slots, offsets, kept, norm,
     q_by, k_by, v_by, gate_by, beta_by, out_by, source_by, state_by, each_by, read_by, rows_by, norm_by, kept_by,
-    of, numbers,
+    of, shares, numbers,
     NORMALIZE: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPABILITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     n = tl.program_id(0)
     head = tl.program_id(1)
     block = tl.program_id(2)
@@ -36,7 +68,7 @@ def step_kernel(
     in_rows = row < of.value_dim
     in_columns = column < of.key_dim
     inside = in_rows[:, None] & in_columns[None, :]
-    kh = head // of.k_group
+    kh = head_of(head, shares.k)
 
     sequence = tl.minimum(n, of.sequences - 1)
     origin, first, length = span_of(offsets, sequence, of)
@@ -54,51 +86,59 @@ def step_kernel(
     slot = slot_of(slots.read, slots.accepted, sequence, read_by, of)
     live = is_sequence & (slot > of.null)
 
+    # All loads precede a barrier and a branch, which ptxas moves neither them nor their uses across. So none waits for
+    # another, but for a slot.
+    raw_key, raw_query, raw_value, raw_gate, raw_beta = _load_token(
+        tokens, length > 0, origin, first, head, row, column, in_rows, in_columns, q_by, k_by, v_by, gate_by, beta_by,
+        shares, gates.CHANNELS,
+    )  # fmt: skip
+    raw_rate = 0.0
+    if gates.a_log is not None:
+        raw_rate = tl.load(gates.a_log + head_of(head, shares.rate))
+    raw_shift = 0.0
+    if gates.bias is not None:
+        bias_head = head_of(head, shares.bias)
+        if gates.CHANNELS:
+            raw_shift = tl.load(gates.bias + bias_head * of.key_dim + column, in_columns, other=0)
+        else:
+            raw_shift = tl.load(gates.bias + bias_head)
+    s = tl.zeros([ROWS, KEYS], tl.float32)
+    if pool.source is not None:
+        read_at = slot * source_by.slot + head * source_by.head
+        read_at += tile_offsets(block, row, column, source_by, pool.LAYOUT, pool.DENSE)
+        s = load_state(pool.source + read_at, inside & live, pool.SOURCE, CAPABILITY)
+    tl.debug_barrier()
     if live:
-        s = tl.zeros([ROWS, KEYS], tl.float32)
-        if pool.source is not None:
-            read_at = slot * source_by.slot + head * source_by.head
-            read_at += state_offsets(row, column, source_by.row, source_by.column, pool.LAYOUT)
-            s = load_state(pool.source + read_at, inside, pool.SOURCE, CAPABILITY)
         rate = 0.0
         if gates.a_log is not None:
-            rate = tl.exp(tl.load(gates.a_log + head // of.rate_group).to(tl.float32))
+            rate = tl.exp(raw_rate)
         shift = 0.0
         if gates.bias is not None:
-            if gates.CHANNELS:
-                shifts = gates.bias + head // of.bias_group * of.key_dim
-                shift = tl.load(shifts + column, in_columns, other=0).to(tl.float32)
-            else:
-                shift = tl.load(gates.bias + head // of.bias_group).to(tl.float32)
+            shift = raw_shift.to(tl.float32)
         write_slot = slot
         if pool.FINAL:
             if slots.write is not None:
                 write_slot = tl.load(slots.write + n).to(tl.int64)
         write_at = write_slot * state_by.slot + head * state_by.head
-        write_at += state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
+        write_at += tile_offsets(block, row, column, state_by, pool.LAYOUT, pool.DENSE)
         stored = length
         if slots.stop is not None:
             stored = tl.load(slots.stop + n).to(tl.int32)
         for t in range(length):
             token = first + t
-            at = origin * k_by.row + token * k_by.token + kh * k_by.head
-            raw_key = tl.load(tokens.k + at + column, in_columns, other=0)
+            if not SINGLE:
+                # Behind the last token it is that one again.
+                next_key, next_query, next_value, next_gate, next_beta = _load_token(
+                    tokens, t >= 0, origin, first + tl.minimum(t + 1, length - 1), head, row, column, in_rows,
+                    in_columns, q_by, k_by, v_by, gate_by, beta_by, shares, gates.CHANNELS,
+                )  # fmt: skip
             key = raw_key.to(tl.float32)
-            at = origin * v_by.row + token * v_by.token + head // of.v_group * v_by.head
-            raw_value = tl.load(tokens.v + at + row, in_rows, other=0)
-            at = origin * q_by.row + token * q_by.token + head // of.q_group * q_by.head
-            query = tl.load(tokens.q + at + column, in_columns, other=0).to(tl.float32)
+            query = raw_query.to(tl.float32)
             if NORMALIZE:
                 key = unit_length(key)
                 query = unit_length(query)
             log = 0.0
-            raw_gate = 0.0
             if tokens.gate is not None:
-                at = tokens.gate + origin * gate_by.row + token * gate_by.token + head // of.gate_group * gate_by.head
-                if gates.CHANNELS:
-                    raw_gate = tl.load(at + column, in_columns, other=0)
-                else:
-                    raw_gate = tl.load(at)
                 if gates.KIND == "linear":
                     decay = raw_gate.to(tl.float32)
                     if kept.KIND == "replay":
@@ -112,8 +152,7 @@ def step_kernel(
                     s *= decay
             rate_of_change = 1.0
             if tokens.beta is not None:
-                at = origin * beta_by.row + token * beta_by.token + head // of.beta_group * beta_by.head
-                rate_of_change = tl.load(tokens.beta + at).to(tl.float32)
+                rate_of_change = raw_beta.to(tl.float32)
                 if gates.BETA == "logit":
                     rate_of_change = sigmoid(rate_of_change)
             correction = rate_of_change * (raw_value.to(tl.float32) - tl.sum(s * key[None, :], 1))
@@ -133,7 +172,7 @@ def step_kernel(
             if pool.EACH == "pool":
                 to = tl.load(slots.rows + n.to(tl.int64) * rows_by.sequence + t * rows_by.column).to(tl.int64)
                 at = to * state_by.slot + head * state_by.head
-                at += state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
+                at += tile_offsets(block, row, column, state_by, pool.LAYOUT, pool.DENSE)
                 store_state(pool.state + at, s, inside & (to > of.null) & (t < stored), pool.STATE, CAPABILITY)
             if pool.FINAL and slots.stop is not None:
                 store_state(
@@ -145,6 +184,12 @@ def step_kernel(
                     kept, kept_by, slot, t, head, kh, block, row, column, in_rows, in_columns, raw_value, raw_key,
                     raw_gate, log, rate_of_change, correction, of,
                 )  # fmt: skip
+            if not SINGLE:
+                raw_key, raw_query, raw_value = next_key, next_query, next_value
+                if tokens.gate is not None:
+                    raw_gate = next_gate
+                if tokens.beta is not None:
+                    raw_beta = next_beta
         if pool.FINAL and slots.stop is None:
             store_state(pool.state + write_at, s, inside & (write_slot > of.null), pool.STATE, CAPABILITY)
     else:
@@ -169,10 +214,9 @@ _PLACES = {
 # Tensors whose rows are aligned with Problem.aligned, by their strides.
 _ROWS = {"q_by": "tokens.q", "k_by": "tokens.k", "v_by": "tokens.v", "out_by": "out", "norm_by": "norm.gate"}
 _ROWS |= {"source_by": "pool.source", "state_by": "pool.state", "each_by": "pool.each"}
-_SIZES = (
-    ("sequences", "tokens", "key_dim", "value_dim", "columns", "kept", "null")
-    + ("q_group", "k_group", "v_group", "gate_group", "beta_group", "rate_group", "bias_group")
-)  # fmt: skip
+_SIZES = ("sequences", "tokens", "key_dim", "value_dim", "columns", "kept", "null", "k_group")
+# Of a head in the heads of these: one over the heads that share one.
+_SHARES = ("q", "k", "v", "gate", "beta", "rate", "bias")
 
 
 def _build(problem, config):
@@ -207,6 +251,7 @@ def _build(problem, config):
     units = {place: kinds[name] for place, name in rows.items() if kinds[name]}
     types |= place_types(_PLACES, units, _UNITS_OF[problem.layout])
     types |= size_types(_SIZES, key_dim=problem.key_dim, value_dim=problem.value_dim)
+    types |= {f"shares.{name}": "fp32" for name in _SHARES}
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "eps", "lower", "sharp", "threshold")}
     constants = {name: None for name, kind in kinds.items() if not kind} | {
         "gates.KIND": problem.gate,
@@ -214,6 +259,7 @@ def _build(problem, config):
         "gates.BETA": problem.beta,
         "NORMALIZE": problem.normalize,
         "pool.LAYOUT": problem.layout,
+        "pool.DENSE": problem.dense,
         "SINGLE": problem.single,
         "pool.EACH": problem.each,
         "pool.FINAL": problem.final,
@@ -223,6 +269,7 @@ def _build(problem, config):
         "ROWS": config.rows,
         "KEYS": power_of_two(problem.key_dim, 16),
         "CAPABILITY": config.capability,
+        "PDL": config.pdl,
     }
     return Build(step_kernel, types, constants, num_warps=config.num_warps)
 
@@ -243,7 +290,7 @@ def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None)
     group = [1 if x is None else heads // x.shape[2] for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta)]
     group += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
     columns = 1 if pool.read is None or pool.read.dim() == 1 else pool.read.shape[1]
-    sizes = (n, tokens.k.shape[1], keys, values, columns, 0 if kept is None else kept.v.shape[2], pool.null, *group)
+    sizes = (n, tokens.k.shape[1], keys, values, columns, 0 if kept is None else kept.v.shape[2], pool.null, group[1])
     present = [x for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta) if x is not None]
     present += [x for x in (gates.a_log, gates.bias, pool.source) if x is not None]
     if problem.final or problem.each == "pool":
@@ -263,4 +310,4 @@ def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None)
     numbers = scale, 0.0 if norm is None else norm.eps, gates.lower, gates.sharp, gates.threshold
     grid = (n + problem.packed, heads, triton.cdiv(values, config.rows))
     flat = [x for place in places for x in place]
-    launch_step(problem, config, grid, *map(raw, present), *flat, *sizes, *numbers)
+    launch_step(problem, config, grid, *map(raw, present), *flat, *sizes, *(1 / g for g in group), *numbers)

@@ -53,6 +53,10 @@ class Update:
         Philox rounds of stochastic rounding of stored states; 0 rounds to nearest.
     aligned : bool
         Rows of states, B and C can be read 16 bytes at a time.
+    single : bool
+        Every row has one token.
+    dense : bool
+        Rows of a state lie one after another without gaps, and dstate is a power of two.
     """
 
     dim: int
@@ -77,6 +81,8 @@ class Update:
     rows: bool = False
     rounds: int = 0
     aligned: bool = True
+    single: bool = False
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,8 +250,9 @@ class Pool(NamedTuple):
 
 def _catalog() -> Iterator[Update]:
     # Nemotron-3-Nano: 64 heads of 64 x 128.
-    yield Update(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16")
-    yield Update(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16", state_dtype="fp16", gated=True, rounds=10)
+    decode = {"single": True, "dense": True}
+    yield Update(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16", **decode)
+    yield Update(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16", state_dtype="fp16", gated=True, rounds=10, **decode)
     yield Update(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16", state_dtype="i16", each_dtype="i16", each="buffer",
                  final=False, rows=True)  # fmt: skip
     yield Update(64, 64, "fp32", "fp32", "fp32", tied=False, packed=True, each="pool", final=False,
@@ -264,7 +271,7 @@ replay = Op(
     "ssm_replay",
     Replay,
     (
-        Variant("portable", "flashinfer.ops.recurrent.ssm.portable_replay", config=config.update),
+        Variant("portable", "flashinfer.ops.recurrent.ssm.portable_replay", config=config.replay),
         Variant("reference", "flashinfer.ops.recurrent.ssm.reference_replay"),
     ),
     _replays,
@@ -278,7 +285,7 @@ materialize = Op(
     "ssm_materialize",
     Materialize,
     (
-        Variant("portable", "flashinfer.ops.recurrent.ssm.portable_materialize", config=config.update),
+        Variant("portable", "flashinfer.ops.recurrent.ssm.portable_materialize", config=config.replay),
         Variant("reference", "flashinfer.ops.recurrent.ssm.reference_materialize"),
     ),
     _materials,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashinfer._core.sizes import power_of_two
 
@@ -12,14 +12,26 @@ class Config:
     """rows : rows of a state (dim) that a program has. num_warps : warps per program.
 
     capability : of the chip, ten times; it decides which instructions make and read fp8. 0 where no state is fp8.
+    pdl : dependent launch.
     """
 
     rows: int
     num_warps: int
     capability: int = 0
+    pdl: bool = False
 
 
 def update(problem, target) -> Config:
+    many = replay(problem, target)
+    if problem.rounds or not problem.aligned:
+        return replace(many, pdl=target.pdl)
+    # One warp, so that sums over dstate and copies of B and C need no barrier, with as many elements a thread.
+    columns = power_of_two(problem.dstate, 16)
+    rows = max(1, many.rows // 4)
+    return Config(rows, max(1, rows * columns // 1024), many.capability, target.pdl)
+
+
+def replay(problem, target) -> Config:
     # Elements of the state in a program of 4 warps. 4096 are 32 registers a thread, and 16 KiB of loads in flight.
     # Unaligned rows need an address for each element, and stochastic rounding Philox's words: 1024. An A for each
     # element besides: 512. With 4096 there, ptxas spills up to 552 bytes; times were not measured.

@@ -15,9 +15,10 @@ import triton.language as tl
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
-from flashinfer.ops.recurrent._device.sequences import span_of
-from flashinfer.ops.recurrent._device.states import load_state, store_state
+from flashinfer.ops.recurrent._device.sequences import head_of, span_of
+from flashinfer.ops.recurrent._device.states import load_state, store_state, tile_offsets
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
 
@@ -87,22 +88,53 @@ def tokens_of(offsets, n, out, out_by, head, row, in_rows, of):
 
 
 @triton.jit
+def _load_token(
+    given, layer, there, origin, token, head, group, row, column, in_rows, in_columns, x_by, dt_by, b_by, c_by, z_by,
+    TIED: tl.constexpr,
+):  # fmt: skip
+    """x, dt, B, C and z of a token as stored, if it is `there`; 0 for a z that is not given."""
+    in_rows &= there
+    in_columns &= there
+    at = origin * x_by.row + token * x_by.token + head * x_by.head + row * x_by.dim
+    value = tl.load(given.x + at, in_rows, other=0)
+    at = given.dt + origin * dt_by.row + token * dt_by.token + head * dt_by.head
+    if TIED:
+        step = tl.load(at, there, other=0)
+    else:
+        step = tl.load(at + row * dt_by.dim, in_rows, other=0)
+    at = origin * b_by.row + token * b_by.token + group * b_by.group + column
+    wide_b = tl.load(given.B + at, in_columns, other=0)
+    at = origin * c_by.row + token * c_by.token + group * c_by.group + column
+    wide_c = tl.load(given.C + at, in_columns, other=0)
+    gate = 0.0
+    if given.z is not None:
+        at = origin * z_by.row + token * z_by.token + head * z_by.head + row * z_by.dim
+        gate = tl.load(given.z + at, in_rows, other=0)
+    return value, step, wide_b, wide_c, gate
+
+
+@triton.jit
 def update_kernel(
     given, layer, pool, x_by, dt_by, b_by, c_by, z_by, out_by, a_by, d_by, bias_by, state_by, scale_by, read_by,
-    write_by, of,
+    write_by, of, share,
     TIED: tl.constexpr, SOFTPLUS: tl.constexpr, EACH: tl.constexpr, FINAL: tl.constexpr, ROUNDS: tl.constexpr,
+    SINGLE: tl.constexpr, PDL: tl.constexpr,
     DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     n = tl.program_id(0)
     head = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(2)
+    row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < DIM
     in_columns = column < DSTATE
     inside = in_rows[:, None] & in_columns[None, :]
-    group = head // of.repeat
+    group = head_of(head, share)
 
     sequence, origin, first, length = tokens_of(given.offsets, n, given.out, out_by, head, row, in_rows, of)
+    if SINGLE:
+        length = 1
     is_sequence = n < of.sequences
     entry = sequence.to(tl.int64)
 
@@ -113,52 +145,65 @@ def update_kernel(
             start = tl.load(pool.accepted + entry).to(tl.int64) - 1
             start = tl.minimum(tl.maximum(start, 0), of.read_columns - 1)
         slot = tl.load(pool.read + entry * read_by.sequence + start * read_by.column).to(tl.int64)
-    if is_sequence & (slot != of.pad) & (slot >= 0) & (slot < of.slots):
-        element = (head * DIM + row[:, None]) * DSTATE + column[None, :]
-        tile = row[:, None].to(tl.int64) * state_by.row + column[None, :]
-        s = load_state(pool.state + slot * state_by.slot + head * state_by.head + tile, inside, pool.STATE, CAPABILITY)
-        if pool.scale is not None:
-            read_at = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
-            s *= tl.load(pool.scale + read_at, in_rows, other=0)[:, None]
-        rates = layer.A + head * a_by.head
+    live = is_sequence & (slot != of.pad) & (slot >= 0) & (slot < of.slots)
+
+    # All loads precede a barrier and a branch, which ptxas moves neither them nor their uses across. So none waits for
+    # another, but for a slot.
+    raw_x, raw_dt, raw_b, raw_c, raw_z = _load_token(
+        given, layer, length > 0, origin, first, head, group, row, column, in_rows, in_columns, x_by, dt_by, b_by, c_by,
+        z_by, TIED,
+    )  # fmt: skip
+    bias = 0.0
+    if layer.bias is not None:
         if TIED:
-            rate = tl.load(rates).to(tl.float32)
+            bias = tl.load(layer.bias + head * bias_by.head)
         else:
-            rates += row[:, None] * a_by.row + column[None, :] * a_by.column
-            rate = tl.load(rates, inside, other=0).to(tl.float32)
+            bias = tl.load(layer.bias + head * bias_by.head + row * bias_by.dim, in_rows, other=0)
+    skip = 0.0
+    if layer.D is not None:
+        skip = tl.load(layer.D + head * d_by.head + row * d_by.dim, in_rows, other=0)
+    rates = layer.A + head * a_by.head
+    if TIED:
+        raw_rate = tl.load(rates)
+    else:
+        rates += row[:, None] * a_by.row + column[None, :] * a_by.column
+        raw_rate = tl.load(rates, inside, other=0)
+    tile = tile_offsets(block, row, column, state_by, "k", pool.DENSE)
+    read_at = slot * state_by.slot + head * state_by.head
+    s = load_state(pool.state + read_at + tile, inside & live, pool.STATE, CAPABILITY)
+    if pool.scale is not None:
+        scale_at = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
+        scales = tl.load(pool.scale + scale_at, in_rows & live, other=0)
+    tl.debug_barrier()
+    if live:
+        element = (head * DIM + row[:, None]) * DSTATE + column[None, :]
+        if pool.scale is not None:
+            s *= scales[:, None]
+        rate = raw_rate.to(tl.float32)
         for t in range(length):
             token = first + t
-            at = origin * x_by.row + token * x_by.token + head * x_by.head + row * x_by.dim
-            value = tl.load(given.x + at, in_rows, other=0).to(tl.float32)
-            at = given.dt + origin * dt_by.row + token * dt_by.token + head * dt_by.head
-            if TIED:
-                step = tl.load(at).to(tl.float32)
-                if layer.bias is not None:
-                    step += tl.load(layer.bias + head * bias_by.head).to(tl.float32)
-            else:
-                step = tl.load(at + row * dt_by.dim, in_rows, other=0).to(tl.float32)
-                if layer.bias is not None:
-                    at = layer.bias + head * bias_by.head + row * bias_by.dim
-                    step += tl.load(at, in_rows, other=0).to(tl.float32)
+            if not SINGLE:
+                # Behind the last token it is that one again.
+                next_x, next_dt, next_b, next_c, next_z = _load_token(
+                    given, layer, t >= 0, origin, first + tl.minimum(t + 1, length - 1), head, group, row, column,
+                    in_rows, in_columns, x_by, dt_by, b_by, c_by, z_by, TIED,
+                )  # fmt: skip
+            value = raw_x.to(tl.float32)
+            step = raw_dt.to(tl.float32)
+            if layer.bias is not None:
+                step += bias.to(tl.float32)
             if SOFTPLUS:
                 step = tl.maximum(step, 0) + log_one_plus(tl.exp(-tl.abs(step)))
-            at = origin * b_by.row + token * b_by.token + group * b_by.group + column
-            wide_b = tl.load(given.B + at, in_columns, other=0).to(tl.float32)
-            at = origin * c_by.row + token * c_by.token + group * c_by.group + column
-            wide_c = tl.load(given.C + at, in_columns, other=0).to(tl.float32)
             if TIED:
                 s = s * tl.exp(step * rate)
             else:
                 s = s * tl.exp(step[:, None] * rate)
-            s += (step * value)[:, None] * wide_b[None, :]
-            y = tl.sum(s * wide_c[None, :], 1)
+            s += (step * value)[:, None] * raw_b.to(tl.float32)[None, :]
+            y = tl.sum(s * raw_c.to(tl.float32)[None, :], 1)
             if layer.D is not None:
-                at = layer.D + head * d_by.head + row * d_by.dim
-                y += tl.load(at, in_rows, other=0).to(tl.float32) * value
+                y += skip.to(tl.float32) * value
             if given.z is not None:
-                at = origin * z_by.row + token * z_by.token + head * z_by.head + row * z_by.dim
-                gate = tl.load(given.z + at, in_rows, other=0).to(tl.float32)
-                y *= gate * sigmoid(gate)
+                y *= raw_z.to(tl.float32) * sigmoid(raw_z.to(tl.float32))
             at = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
             tl.store(given.out + at, y.to(given.out.dtype.element_ty), in_rows)
             if EACH == "buffer":
@@ -185,6 +230,10 @@ def update_kernel(
                     pool.state, pool.scale, at, scale_at, s, inside & there, in_rows & there, pool.seed, element, goal,
                     t, pool.STATE, pool.LARGEST, ROUNDS, CAPABILITY,
                 )  # fmt: skip
+            if not SINGLE:
+                raw_x, raw_dt, raw_b, raw_c = next_x, next_dt, next_b, next_c
+                if given.z is not None:
+                    raw_z = next_z
     else:
         zero_tokens(given.out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
@@ -206,7 +255,7 @@ _PLACES = {
     "write_by": ("sequence", "column"),
 }
 _SIZES = (
-    "sequences", "tokens", "heads", "repeat", "slots", "pad", "buffers", "steps", "read_columns", "write_columns",
+    "sequences", "tokens", "heads", "slots", "pad", "buffers", "steps", "read_columns", "write_columns",
 )  # fmt: skip
 
 
@@ -236,17 +285,20 @@ def _build(problem, config):
     rows = {"pool.state": "state_by", "given.B": "b_by", "given.C": "c_by"}
     whole = {place: kinds[name] for name, place in rows.items()} if problem.aligned else {}
     types = pointers(kinds, (*rows, "pool.each") if problem.aligned else ()) | place_types(_PLACES, whole)
-    types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate)
+    types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate) | {"share": "fp32"}
     constants = {name: None for name, kind in kinds.items() if not kind} | {
         "TIED": problem.tied,
         "SOFTPLUS": problem.softplus,
         "EACH": problem.each,
         "FINAL": problem.final,
         "pool.STATE": problem.state_dtype,
+        "pool.DENSE": problem.dense,
         "pool.EACH_STATE": problem.each_dtype,
         "pool.LARGEST": LARGEST.get(problem.state_dtype, 0),
         "pool.EACH_LARGEST": LARGEST.get(problem.each_dtype, 0),
         "ROUNDS": problem.rounds,
+        "SINGLE": problem.single,
+        "PDL": config.pdl,
         "DIM": problem.dim,
         "DSTATE": problem.dstate,
         "ROWS": config.rows,
@@ -264,7 +316,7 @@ def run(problem, config, tokens, layer, pool):
     _, count, heads, dim = tokens.x.shape
     columns = [1 if t is None or t.dim() == 1 else t.shape[1] for t in (pool.read, pool.write)]
     buffers, steps = (0, 0) if pool.each is None else pool.each.shape[:2]
-    sizes = (tokens.sequences, count, heads, heads // tokens.B.shape[2], len(pool.state))
+    sizes = (tokens.sequences, count, heads, len(pool.state))
     sizes += (pool.pad, buffers, steps, *columns)
     given = [*tokens[:6], tokens.offsets, *layer, raw(pool.state), pool.scale, raw(pool.each), pool.each_scale]
     given += [pool.read, pool.write, pool.rows, pool.accepted, pool.seed if problem.rounds else None]
@@ -276,7 +328,7 @@ def run(problem, config, tokens, layer, pool):
     places += [_table(x) for x in (pool.read, pool.write)]
     grid = (tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
     flat = [number for place in places for number in place]
-    launch(problem, config, grid, *(x for x in given if x is not None), *flat, *sizes)
+    launch(problem, config, grid, *(x for x in given if x is not None), *flat, *sizes, tokens.B.shape[2] / heads)
 
 
 def _table(x) -> tuple[int, int]:
