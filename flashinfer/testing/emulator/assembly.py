@@ -33,12 +33,22 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
         return _columns_of_pairs(args[0])
     if _FRAGMENTS in asm and pack == 4:
         return _fragments(*args)
+    if asm == "ex2.approx.ftz.f32 $0, $1;":
+        return Tensor(_flushed(np.exp2(args[0].a)), tl.float32, args[0].layout)
+    if asm == "rcp.approx.ftz.f32 $0, $1;":
+        with np.errstate(divide="ignore"):
+            return Tensor(_flushed(np.float32(1) / _flushed(args[0].a)), tl.float32, args[0].layout)
     if asm == "cvt.rn.bf16x2.f32 $0, $2, $1;" and pack == 2:
         return Tensor(rounded(args[0].a, tl.bfloat16), tl.bfloat16, args[0].layout)
     found = _WIDEN.search(asm)
     if found:
         return _widened(args[0], tl.float8e4nv if found[1] == "e4m3" else tl.float8e5, "bf16x2" in asm)
     raise EmulationError(f"this assembly is not known to the emulator: {asm!r}, at {here()}")
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    """float32 with subnormal numbers as 0."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
 def _widened(words: Tensor, kind, to_bf16: bool) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,20 @@ Method: Kimi Team, Kimi Linear, 2025.
 
 from dataclasses import dataclass
 
-from flashinfer._core.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from flashinfer._core.gluon_compat import (
+    block_barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.sm90_prepare import (
     BLOCK,
+    FLAT,
     FLAT_2D,
     LEAST,
     LOG2E,
@@ -30,14 +38,19 @@ from flashinfer.ops.recurrent.delta.sm90_prepare import (
     VALUES,
     add,
     betas_of,
+    inverse_norms,
     join_16,
     join_32,
     make_slots,
+    rows_of,
     store_inverse,
     store_lower,
     substitute,
     types_of,
 )
+
+FLAT_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
 
 @gluon.constexpr_function
 def _wide(keys: int):
@@ -52,8 +65,34 @@ def _load(at, by_token, token, column, left):
 
 
 @gluon.jit
-def _unit(x):
-    return x * gl.rsqrt(gl.sum(x * x, 2) + 1e-6)[:, :, None]
+def _normal(at, by_token, token, column, left, norms, NORMALIZE: gl.constexpr):
+    """Rows as _load has them, times the inverse norms [64] of tokens."""
+    x = _load(at, by_token, token, column, left)
+    if NORMALIZE:
+        x *= norms.reshape([4, BLOCK]).load(gl.SliceLayout(2, x.type.layout))[:, :, None]
+    return x
+
+
+@gluon.jit
+def _exp2(x):
+    """2^x in one instruction; a result below the normal numbers is 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _reciprocal(x):
+    """1 / x in one instruction, to an ulp."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _logs(gate, rate, numbers, GATE: gl.constexpr):
+    """Base-2 logarithms of decays of a float32 gate with its bias."""
+    if GATE == "bounded":
+        # No decay is below e^-5, so none is below e^LEAST. The constants are of a head: three instructions an element.
+        return (numbers.lower * LOG2E) * _reciprocal(1.0 + _exp2(gate * (rate * -LOG2E)))
+    log = gl.log(gate) if GATE == "linear" else log_decay(gate, rate, numbers, GATE)
+    return gl.maximum(log, LEAST) * LOG2E
 
 
 @gluon.jit
@@ -65,7 +104,7 @@ def _column(
     erase, query : rows decayed from `from_here` on, the base-2 exponent of a reference point near the start of their
     own block. reference : the exponent of the reference point near the end of block J, to which the keys are decayed.
     """
-    more = gl.exp2(gl.where(b < J, 0.0, from_here - reference)).to(gl.bfloat16)[:, None, :]
+    more = _exp2(gl.where(b < J, 0.0, from_here - reference)).to(gl.bfloat16)[:, None, :]
     of_keys.store((erase * more).reshape(of_keys.shape))
     of_queries.store((query * more).reshape(of_queries.shape))
     fence_async_shared()
@@ -127,9 +166,13 @@ def prepare_channels_kernel(
         at_gate = gate + origin * gate_by.row + first * gate_by.token + head // of.gate_group * gate_by.head
         log = _load(at_gate, gate_by.token, token, column, left)
         at_k = k + origin * k_by.row + first * k_by.token + head // of.k_group * k_by.head
-        key = _load(at_k, k_by.token, token, column, left)
         at_q = q + origin * q_by.row + first * q_by.token + head // of.q_group * q_by.head
-        query = _load(at_q, q_by.token, token, column, left)
+        k_norms = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT)
+        q_norms = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT)
+        if NORMALIZE:
+            # In a layout of their own, 16 bytes a thread.
+            k_norms.store(inverse_norms(rows_of(at_k, k_by.token, left, KEYS)))
+            q_norms.store(inverse_norms(rows_of(at_q, q_by.token, left, KEYS)))
         at_beta = beta
         if BETA != "":
             at_beta = beta + origin * beta_by.row + first * beta_by.token
@@ -140,25 +183,16 @@ def prepare_channels_kernel(
         KIND: gl.constexpr = "" if BETA == "channels" else BETA
         betas.store(betas_of(at_beta, beta_by, heads, at, inside, of, KIND))
 
-        if NORMALIZE:
-            key = _unit(key)
-            query = _unit(query)
-        query *= numbers.scale
-        erase = key
-        if BETA == "channels":
-            at_beta += head // of.beta_group * beta_by.head
-            erase = key * _load(at_beta, beta_by.token, token, column, left)
         rate = 0.0
         if a_log is not None:
             rate = gl.exp(gl.load(a_log + head // of.rate_group).to(gl.float32))
         if bias is not None:
             log += gl.load(bias + head // of.bias_group * KEYS + column).to(gl.float32)
-        if GATE == "linear":
-            log = gl.log(log)
-        else:
-            log = log_decay(log, rate, numbers, GATE)
-        log = gl.where(token < left, gl.maximum(log, LEAST) * LOG2E, 0.0)
-        sums = gl.associative_scan(log, 1, add)
+        log = gl.where(token < left, _logs(log, rate, numbers, GATE), 0.0)
+        # Sums wait in shared memory, where operands of products come later. Each pass over elements reads them, and
+        # keys or queries, again: in registers they would leave room for two programs, not three.
+        sums = gl.allocate_shared_memory(gl.float32, [4, BLOCK, KEYS], FLAT_3D)
+        sums.store(gl.associative_scan(log, 1, add))
         whole = gl.sum(log, 1)
 
         # The total decay of each block, and reference points: the starts and ends of blocks as whole exponents.
@@ -176,18 +210,28 @@ def prepare_channels_kernel(
 
         OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, KEYS], gl.bfloat16)
         keys = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
-        to_end = key * gl.exp2((to_here - begin)[:, None, :] - sums)
-        keys.store(to_end.to(gl.bfloat16).reshape([TOKENS, KEYS]))
-        since = gl.exp2(sums + (begin - from_here)[:, None, :])
-        erase = (erase * since).to(gl.bfloat16)
-        query = (query * since).to(gl.bfloat16)
-
-        gl.store(factors + place * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, BLOCKS))[None, :], gl.exp2(total))
         row = place * (TOKENS * KEYS) + token * KEYS + column
-        before = gl.exp2(from_here).to(gl.bfloat16)[:, None, :]
+        block_barrier()
+        key = _normal(at_k, k_by.token, token, column, left, k_norms, NORMALIZE)
+        to_end = key * _exp2((to_here - begin)[:, None, :] - sums.load(WIDE))
+        keys.store(to_end.to(gl.bfloat16).reshape([TOKENS, KEYS]))
+        gl.store(rows_last + row, (to_end * _exp2(total - to_here)[:, None, :]).to(gl.bfloat16))
+
+        # ptxas would move the next pass's loads up, and spill what they load.
+        block_barrier()
+        before = _exp2(from_here).to(gl.bfloat16)[:, None, :]
+        key = _normal(at_k, k_by.token, token, column, left, k_norms, NORMALIZE)
+        if BETA == "channels":
+            at_beta += head // of.beta_group * beta_by.head
+            key *= _load(at_beta, beta_by.token, token, column, left)
+        erase = (key * _exp2(sums.load(WIDE) + (begin - from_here)[:, None, :])).to(gl.bfloat16)
         gl.store(rows_k + row, erase * before)
+
+        block_barrier()
+        query = _normal(at_q, q_by.token, token, column, left, q_norms, NORMALIZE) * numbers.scale
+        query = (query * _exp2(sums.load(WIDE) + (begin - from_here)[:, None, :])).to(gl.bfloat16)
         gl.store(rows_q + row, query * before)
-        gl.store(rows_last + row, (to_end * gl.exp2(total - to_here)[:, None, :]).to(gl.bfloat16))
+        gl.store(factors + place * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, BLOCKS))[None, :], _exp2(total))
 
         of_keys = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
         of_queries = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
@@ -212,9 +256,9 @@ def prepare_channels_kernel(
 
 @dataclass(frozen=True)
 class ChannelsConfig:
-    """registers : maximum registers a thread."""
+    """registers : maximum registers a thread; 168 leave room for three programs on a multiprocessor."""
 
-    registers: int = 255
+    registers: int = 168
 
 
 CONFIGS = (ChannelsConfig(),)
