@@ -209,6 +209,19 @@ def test_copies_of_outputs_stay_in_their_sequence(monkeypatch, channels):
     assert len(copied) == len(expected) and set(copied) == expected
 
 
+def test_two_warpgroups_over_one_ring(monkeypatch):
+    """Each has the bits of a program of its own."""
+    case = Case([64, 9, 0, 200], (1, 1, 2), 128, True)
+    results = []
+    for paired in (False, True):
+        monkeypatch.setattr(sm90, "fitting", lambda p, c, *_, paired=paired: config.paired_scan(p, c) if paired else c)
+        final = torch.full_like(case.states, NAN)
+        results.append((case.scan(Pool(source=case.states, state=final), seed=3), final))
+    case.check(4)
+    for alone, together in zip(*results, strict=True):
+        assert_bitwise(together, alone)
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_states_on_the_way(first):
     case = Case([200, 64, 30], heads=(1, 1, 1))

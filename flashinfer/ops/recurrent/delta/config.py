@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashinfer._core.sizes import power_of_two
 
@@ -100,6 +100,7 @@ def chunks(problem, target) -> ChunkConfig:
 class Sm90ChunkConfig:
     """stages : chunks in shared memory. copy_registers : registers of a thread of the producer warp.
 
+    parts : consumer warpgroups of a scan program, 64 values each.
     operand, prepare_warps, programs, capability : as in ChunkConfig.
     """
 
@@ -109,12 +110,24 @@ class Sm90ChunkConfig:
     prepare_warps: int = 8
     programs: int = 1024
     capability: int = 0
+    parts: int = 1
 
 
 def chunks_sm90(problem, target) -> Sm90ChunkConfig:
     capability = capability_for(target, problem.source_dtype, problem.state_dtype, problem.marks_dtype)
     # A chunk takes 57 KiB with one decay a head, and 73 KiB with decays of channels.
     return Sm90ChunkConfig(3, 24, capability=capability)
+
+
+def paired_scan(problem, config: Sm90ChunkConfig) -> Sm90ChunkConfig | None:
+    """The config of a scan whose programs have 128 values of a head; None where there is none.
+
+    Both warpgroups read the tiles of keys and queries, of which two chunks then fit. A warpgroup's instructions are
+    those of a program alone, and so are its bits.
+    """
+    if not problem.channels or problem.value_dim % 128:
+        return None
+    return replace(config, stages=2, parts=2)
 
 
 def refuses_chunks_sm90(problem, target) -> str:

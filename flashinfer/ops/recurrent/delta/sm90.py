@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
+from flashinfer._core.target import target_of
 from flashinfer.ops.recurrent.delta import CHUNK, sm90_prepare, sm90_prepare_channels
 from flashinfer.ops.recurrent.delta.chunks import prepare
+from flashinfer.ops.recurrent.delta.config import Sm90ChunkConfig, paired_scan
 from flashinfer.ops.recurrent.delta.prepare import launch_prepare
 from flashinfer.ops.recurrent.delta.sm90_scan import scan_sm90_kernel
 from flashinfer.ops.recurrent.delta.workspace import STATE
@@ -36,7 +40,7 @@ def _build_scan(problem, config) -> Build:
     constants = {name: None for name, kind in kinds.items() if not kind}
     constants |= {"CHANNELS": problem.channels, "FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype}
     constants |= {"STATE": problem.state_dtype, "MARKS": mark, "STAGES": config.stages}
-    constants |= {"CAPABILITY": config.capability, "COPY_REGISTERS": config.copy_registers}
+    constants |= {"PARTS": config.parts, "CAPABILITY": config.capability, "COPY_REGISTERS": config.copy_registers}
     return Build(scan_sm90_kernel, types, constants, num_warps=4)
 
 
@@ -71,9 +75,17 @@ def scan(problem, config, tokens, work, pool, out, marks=None) -> None:
     flat = [*strides(out, (0, 1, 2)), *(s for x in (pool.source, pool.state, tables[0]) for s in strides(x, range(4)))]
     every = 1 if marks is None else marks.every
     groups = [heads // x.shape[2] for x in (tokens.k, tokens.q, tokens.v)]
-    grid = (values // CHUNK, heads, tokens.sequences + problem.packed)
+    programs = values // CHUNK, heads, tokens.sequences
+    config = fitting(problem, config, math.prod(programs), out.device)
+    grid = (values // (CHUNK * config.parts), heads, tokens.sequences + problem.packed)
     given = [raw(x) for x in given if x is not None]
     launch_scan_sm90(problem, config, grid, *maps, *given, *flat, *sizes, pool.null, every, *groups)
+
+
+def fitting(problem, config, programs: int, device) -> Sm90ChunkConfig:
+    """The config of the scan: with more programs than multiprocessors two of a head share one, and its tiles."""
+    paired = paired_scan(problem, config)
+    return paired if paired is not None and programs > target_of(device).sms else config
 
 
 def kernels(problem, config):
@@ -83,6 +95,9 @@ def kernels(problem, config):
     else:
         yield from ((preparing.LAUNCHER, problem, its) for its in preparing.CONFIGS)
     yield launch_scan_sm90, problem, config
+    paired = paired_scan(problem, config)
+    if paired is not None:
+        yield launch_scan_sm90, problem, paired
 
 
 # Bytes of stack a thread may use. The first kernel with a decay for each channel spills 56 of addresses, for a third

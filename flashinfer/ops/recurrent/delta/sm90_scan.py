@@ -1,18 +1,19 @@
 """The scan over chunks of 64 tokens on Hopper, in Gluon: outputs and states; docs/rooms/recurrent.md derives them.
 
-A program processes 64 values of one head of one sequence. Its state, [64, 128] float32 in two halves of keys, is the
-accumulator of its own update, and stays in registers. Values are the rows of every product, so the result of a product
-is the next one's left operand in registers. The products of a chunk, in the order of issue:
+A consumer warpgroup processes 64 values of one head of one sequence. Its state, [64, 128] float32 in two halves of
+keys, is the accumulator of its own update, and stays in registers. A program has PARTS of them, which read the same
+tiles. Values are the rows of every product, so the result of a product is the next one's left operand in registers. The
+products of a chunk, in the order of issue:
 
     T = S K^T       O = S Q^T (first half of the keys)
     C = (V^T - T k_factor) A^T       O += S Q^T (second half)
     S = S decay + (C last_factor) K
     O = O q_factor + C P^T
 
-Grid: (blocks of 64 values, heads, sequences), with one more sequence for packed tokens outside of all sequences. Warps:
-a consumer warpgroup, and a producer warp that copies chunks by TMA and factors by cp.async. Shared memory: STAGES
-chunks of tiles of 64 x 64 (K and Q two each, V, A, P; with a decay for each channel, K and Q are rows of the workspace,
-and there are two more tiles), and a staging buffer for outputs.
+Grid: (blocks of PARTS * 64 values, heads, sequences), with one more sequence for packed tokens outside of all
+sequences. Warps: PARTS consumer warpgroups, and a producer warp that copies chunks by TMA and factors by cp.async.
+Shared memory: STAGES chunks of tiles of 64 x 64 (K and Q two each, V one a part, A, P; with a decay for each channel, K
+and Q are rows of the workspace, and there are two more tiles), and a staging buffer for each part's outputs.
 
 Inputs: q, k [rows, heads, tokens, K] by their maps, v, the workspace of workspace.py, states [slots, heads, V, K].
 Outputs: like v (whole chunks by TMA, the last one of a sequence by threads), final states, checkpoints (marks): states
@@ -40,7 +41,9 @@ from flashinfer.ops._device.sm90.mma import halves
 from flashinfer.ops._device.sm90.ring import Channel, make_barriers, make_channel
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 
-# Tokens of a chunk, values of a program, and half of the keys: the sides of every tile.
+# Registers of a thread of a second consumer warpgroup; the first has what it and the producer leave, 240 as well.
+SECOND_REGISTERS = gl.constexpr(240)
+# Tokens of a chunk, values of a consumer, and half of the keys: the sides of every tile.
 SIDE = gl.constexpr(64)
 KEYS = gl.constexpr(2 * SIDE)
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -51,8 +54,8 @@ WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @aggregate
 class Ring:
-    """The ring: tiles k, last [stages, 64, K], q [2 stages, 64, 64] in halves of K, v, a, p [stages, 64, 64], and
-    factors [stages, 4 * 64 or K] float32.
+    """The ring: tiles k, last [stages, 64, K], q [2 stages, 64, 64] in halves of K, v [PARTS stages, 64, 64], a and p
+    [stages, 64, 64], and factors [stages, 4 * 64 or K] float32.
 
     `channel` is for all but a and p. `systems` is the channel of a and p, which the consumer needs later. `last` is the
     operand of the state's update: keys, or with CHANNELS keys times their decay to the chunk's end.
@@ -68,6 +71,7 @@ class Ring:
     channel: Channel
     systems: Channel
     CHANNELS: gl.constexpr
+    PARTS: gl.constexpr
 
     @gluon.jit
     def factor(self, stage, PART: gl.constexpr):
@@ -89,21 +93,21 @@ def _tiles(COUNT: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(STAGES: gl.constexpr, DTYPE: gl.constexpr, CHANNELS: gl.constexpr):
+def make_ring(STAGES: gl.constexpr, DTYPE: gl.constexpr, CHANNELS: gl.constexpr, PARTS: gl.constexpr):
     FACTORS: gl.constexpr = KEYS if CHANNELS else 4 * SIDE
     k = _tiles(STAGES, KEYS, DTYPE)
     q = _tiles(2 * STAGES, SIDE, DTYPE)
     last = k
     if CHANNELS:
         last = _tiles(STAGES, KEYS, DTYPE)
-    v = _tiles(STAGES, SIDE, DTYPE)
+    v = _tiles(PARTS * STAGES, SIDE, DTYPE)
     a = _tiles(STAGES, SIDE, DTYPE)
     p = _tiles(STAGES, SIDE, DTYPE)
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 33 arrivals: one for the TMA copies, and one of each lane for the factors.
-    channel = make_channel(STAGES, 33, 1)
+    channel = make_channel(STAGES, 33, PARTS)
     systems = Channel(make_barriers(STAGES, 1), channel.empty)
-    return Ring(k, q, last, v, a, p, factors, channel, systems, CHANNELS)
+    return Ring(k, q, last, v, a, p, factors, channel, systems, CHANNELS, PARTS)
 
 
 @gluon.jit
@@ -111,7 +115,7 @@ def _produce(maps, factors, where, chunks, heads, ring: Ring):
     """Producer warp: copies the operands of one chunk after another."""
     k_map, q_map, last_map, v_map, a_map, p_map = maps
     row, first, k_head, q_head, v_head, v_column, tile = where
-    TILES: gl.constexpr = 7 if ring.CHANNELS else 5
+    TILES: gl.constexpr = (6 if ring.CHANNELS else 4) + ring.PARTS
     FACTORS: gl.constexpr = ring.factors.shape[1]
     VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     factors += gl.arange(0, FACTORS, VECTOR)
@@ -128,7 +132,8 @@ def _produce(maps, factors, where, chunks, heads, ring: Ring):
                 tma_load(q_map, [tile, 0, half * SIDE], full, ring.q.index(stage * 2 + half))
             else:
                 tma_load(q_map, [row, q_head, token, half * SIDE], full, ring.q.index(stage * 2 + half))
-        tma_load(v_map, [row, v_head, token, v_column], full, ring.v.index(stage))
+        for part in gl.static_range(ring.PARTS):
+            tma_load(v_map, [row, v_head, token, v_column + part * SIDE], full, ring.v.index(stage * ring.PARTS + part))
         cp_async(ring.factors.index(stage), factors + tile.to(gl.int64) * FACTORS)
         cp_async_arrive(full, increment_count=False)
         stage, full = ring.systems.expect(chunk, 2 * SIDE * SIDE * 2)
@@ -228,13 +233,13 @@ def _store_mark(
 
 
 @gluon.jit
-def _wait_for_chunk(chunk, length, fresh, ring: Ring):
+def _wait_for_chunk(chunk, length, fresh, ring: Ring, PART: gl.constexpr):
     """Wait for a chunk's tiles. If the chunk is `fresh`, seen for the first time, tokens past the sequence's end are
     zeroed."""
     stage = ring.channel.wait(chunk)
     tokens = length - chunk * SIDE
     if fresh & (tokens < SIDE):
-        _clear_tail(ring.v.index(stage), tokens)
+        _clear_tail(ring.v.index(stage * ring.PARTS + PART), tokens)
         if not ring.CHANNELS:
             _clear_tail(ring.k.index(stage), tokens)
             # wgmma reads the keys through the async proxy; the values are read by threads.
@@ -247,7 +252,8 @@ def _wait_for_chunk(chunk, length, fresh, ring: Ring):
 @gluon.jit
 def _consume(
     s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging,
-    ring: Ring, FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, MARKS: gl.constexpr, CAPABILITY: gl.constexpr,
+    ring: Ring, PART: gl.constexpr, FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, MARKS: gl.constexpr,
+    CAPABILITY: gl.constexpr,
 ):  # fmt: skip
     """Consumer: processes all chunks of a sequence from the state `s`. Returns the state after them."""
     DTYPE: gl.constexpr = ring.k.dtype
@@ -257,12 +263,12 @@ def _consume(
     o = gl.zeros([SIDE, SIDE], gl.float32, ACC)
     stage = 0
     if chunks > 0:
-        stage = _wait_for_chunk(0, length, True, ring)
+        stage = _wait_for_chunk(0, length, True, ring, PART)
     # Without loop-invariant code motion, which would keep the addresses of checkpoints in registers.
     chunk = 0
     while tl.condition(chunk < chunks, disable_licm=True):
         t = _issue_from_zero(whole, ring.k.index(stage).permute([1, 0]))
-        x = ring.v.index(stage).permute([1, 0]).load(ACC).to(gl.float32)
+        x = ring.v.index(stage * ring.PARTS + PART).permute([1, 0]).load(ACC).to(gl.float32)
         o = warpgroup_mma_wait(1, [o])
         # The previous chunk's outputs are complete. The store before them, issued one chunk ago, has to have read the
         # staging buffer. After the barrier all warps know that, and have read the previous chunk's values and factors.
@@ -310,7 +316,7 @@ def _consume(
         whole, left, right = _operands(s)
         # The wait in _take is a branch again: ptxas does not move the rounding behind it.
         following = gl.minimum(chunk + 1, chunks - 1)
-        stage = _wait_for_chunk(following, length, following > chunk, ring)
+        stage = _wait_for_chunk(following, length, following > chunk, ring, PART)
         o = warpgroup_mma_wait(0, [o])
         if MARKS != "":
             done = chunk * SIDE + SIDE
@@ -331,11 +337,20 @@ def _consume(
 
 @gluon.jit
 def _run(
-    at_source, at_state, source_by, state_by, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by,
-    mark_slots, mark, every, live, staging, ring: Ring,
-    FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr,
-    CAPABILITY: gl.constexpr,
+    states, outs, marks, chunks, length, live, staging, ring: Ring, PART: gl.constexpr, FIRST_MARK: gl.constexpr,
+    SLOTS: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr, CAPABILITY: gl.constexpr,
 ):  # fmt: skip
+    """One part of a program: 64 values."""
+    at_source, at_state, source_by, state_by = states
+    out_map, out_at, at_out, out_by = outs
+    at_marks, marks_by, mark_slots, mark, every = marks
+    row, head, first, value = out_at
+    out_at = (row, head, first, value + PART * SIDE)
+    at_source += PART * SIDE * source_by.row
+    at_state += PART * SIDE * state_by.row
+    at_marks += PART * SIDE * marks_by.row
+    at_out += PART * SIDE
+    staging = staging.index(PART)
     if live:
         s = gl.zeros([SIDE, KEYS], gl.float32, STATE_ACC)
         if SOURCE != "":
@@ -347,7 +362,7 @@ def _run(
                 mark += 1
         s = _consume(
             s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging,
-            ring, FIRST_MARK, SLOTS, MARKS, CAPABILITY,
+            ring, PART, FIRST_MARK, SLOTS, MARKS, CAPABILITY,
         )  # fmt: skip
         if STATE != "":
             _store_state(at_state, state_by, s, True, STATE, CAPABILITY)
@@ -360,14 +375,12 @@ def scan_sm90_kernel(
     k_map, q_map, last_map, v_map, a_map, p_map, out_map, factors, offsets, read, source, state, marks, mark_starts,
     mark_slots, out, out_by, source_by, state_by, marks_by, of,
     CHANNELS: gl.constexpr, FIRST_MARK: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr,
-    STAGES: gl.constexpr, CAPABILITY: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, CAPABILITY: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """With CHANNELS the first three maps are of the workspace's rows; else of k, q and k."""
-    ring = make_ring(STAGES, v_map.dtype, CHANNELS)
-    staging = gl.allocate_shared_memory(
-        out.dtype.element_ty, [SIDE, SIDE], gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], out.dtype.element_ty)
-    )
-    value = gl.program_id(0) * SIDE
+    ring = make_ring(STAGES, v_map.dtype, CHANNELS, PARTS)
+    staging = _tiles(PARTS, SIDE, out.dtype.element_ty)
+    value = gl.program_id(0) * (PARTS * SIDE)
     head = gl.program_id(1)
     n = gl.program_id(2)
     sequence = gl.minimum(n, of.sequences - 1)
@@ -383,8 +396,9 @@ def scan_sm90_kernel(
         place = first // SIDE + sequence
         if n == of.sequences:
             # The extra program: tokens outside of all sequences have output 0.
-            zero_rows(at_out, out_by.token, 0, gl.load(offsets).to(gl.int32))
-            zero_rows(at_out, out_by.token, first + length, of.tokens)
+            for part in gl.static_range(PARTS):
+                zero_rows(at_out + part * SIDE, out_by.token, 0, gl.load(offsets).to(gl.int32))
+                zero_rows(at_out + part * SIDE, out_by.token, first + length, of.tokens)
             length = length * 0
     at_out += row.to(gl.int64) * out_by.row + first.to(gl.int64) * out_by.token
     slot = n.to(gl.int64)
@@ -411,15 +425,35 @@ def scan_sm90_kernel(
     maps = (k_map, q_map, last_map, v_map, a_map, p_map)
     out_at = (row, head, first, value)
     where = (row, first, head // of.k_group, head // of.q_group, head // of.v_group, value, place * of.heads + head)
-    gl.warp_specialize(
-        [
-            (_run, (
-                at_source, at_state, source_by, state_by, chunks, length, out_map, out_at, at_out, out_by, at_marks,
-                marks_by, slots, mark, of.every, live, staging, ring, FIRST_MARK, SLOTS, SOURCE, STATE, MARKS,
-                CAPABILITY,
-            )),
-            (_produce, (maps, factors, where, chunks, of.heads, ring)),
-        ],
-        [1],
-        [COPY_REGISTERS],
-    )  # fmt: skip
+    states = (at_source, at_state, source_by, state_by)
+    outs = (out_map, out_at, at_out, out_by)
+    marked = (at_marks, marks_by, slots, mark, of.every)
+    copies = (maps, factors, where, chunks, of.heads, ring)
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_run, (
+                    states, outs, marked, chunks, length, live, staging, ring, 0, FIRST_MARK, SLOTS, SOURCE, STATE,
+                    MARKS, CAPABILITY,
+                )),
+                (_produce, copies),
+            ],
+            [1],
+            [COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_run, (
+                    states, outs, marked, chunks, length, live, staging, ring, 0, FIRST_MARK, SLOTS, SOURCE, STATE,
+                    MARKS, CAPABILITY,
+                )),
+                (_run, (
+                    states, outs, marked, chunks, length, live, staging, ring, 1, FIRST_MARK, SLOTS, SOURCE, STATE,
+                    MARKS, CAPABILITY,
+                )),
+                (_produce, copies),
+            ],
+            [4, 1],
+            [SECOND_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
