@@ -9,28 +9,43 @@ from flashinfer._core.sizes import power_of_two
 
 @dataclass(frozen=True)
 class Config:
-    """tile : tokens that are multiplied with one another at a time. rows : rows of the state (dim) of a program.
+    """chunk : tokens from one kept state to the next. tile : tokens that are multiplied with one another at a time.
 
-    passed_rows : the same of the kernel that goes from chunk to chunk.
+    rows, columns : of the state (dim and dstate) of a program; one that computes results has all columns.
     operand : what products multiply, "bf16" or "fp32" (as tf32 for fp16, whose range a state may leave).
-    num_warps : warps per program.
+    num_warps, num_stages : warps per program, and loads on their way, where results are computed.
+    states_warps, states_stages : the same where states are.
     """
 
+    chunk: int
     tile: int
     rows: int
-    passed_rows: int
+    columns: int
     operand: str
     num_warps: int
+    num_stages: int
+    states_warps: int
+    states_stages: int
 
 
 def portable(problem, target) -> Config:
     # Results must not depend on the batch, so nothing here does. Not measured.
     operand = "bf16" if problem.dtype == "bf16" and not target.is_cpu else "fp32"
-    # Tiles of B, C, x and the state share the shared memory: 56 KiB in bf16 with 128 columns, and half the tokens and
-    # rows where elements or rows are twice as long.
+    # Tiles of B, C, x and the state share the shared memory: half the tokens and rows where elements or rows are twice
+    # as long.
     small = problem.dtype != "bf16" or problem.dstate > 128
     tile = rows = 32 if small else 64
-    # 4 registers a thread of a state, and as many on their way: with 8 heads of 64 x 128 there are 64 programs.
-    # By ptxas: 8 warps need no stack on Hopper, 4 need 56 bytes where states on the way are wanted.
-    passed = max(1, 1024 // power_of_two(problem.dstate, 16))
-    return Config(tile, min(rows, power_of_two(problem.dim, 16)), passed, operand, 8)
+    # Two tiles, where that divides the chunk asked for: longer ones cost more products, shorter ones more states.
+    chunk = tile if problem.chunk % (2 * tile) else 2 * tile
+    # 64 x 64 elements of a state read as much of x as of B: with 64 heads of 64 x 128 there are 128 programs.
+    return Config(
+        chunk=chunk,
+        tile=tile,
+        rows=min(rows, power_of_two(problem.dim, 16)),
+        columns=min(64, power_of_two(problem.dstate, 16)),
+        operand=operand,
+        num_warps=4,
+        num_stages=2,
+        states_warps=4,
+        states_stages=3,
+    )

@@ -1,18 +1,19 @@
 """Prefill of Mamba2's layers by state-space duality, in Triton; docs/rooms/ssd.md derives it.
 
-Four kernels over chunks of CHUNK tokens, which begin at multiples of CHUNK of their own sequence. Places are the chunks
-of all sequences, one after another.
+Four kernels over chunks of CHUNK tokens in tiles of TILE, which begin at multiples of CHUNK of their own sequence.
+Places are the chunks of all sequences, one after another.
 
 Grid: by kernel,
-    added_kernel   (places, heads, blocks of dim)             what a chunk adds to a state of zero, and its decay
-    passed_kernel  (sequences, heads, blocks of dim)          from chunk to chunk; `states` then has what is before each
-                                                              chunk, and the pool what is after the last one
-    marked_kernel  (sequences * marks, heads, blocks of dim)  states on the way, where some are wanted
-    results_kernel (places * tiles, heads, blocks of dim)     y of a tile of TILE tokens
-Warps: all do the same. Shared memory: operands of the products, sums and scans.
+    steps_kernel   (places, blocks of heads)                          of each token dt, its decays and its weight
+    states_kernel  (sequences, heads, blocks of dim x dstate)         from chunk to chunk; `states` then has what is
+                                                                      before each, and the pool what is after the last
+    marked_kernel  (sequences * marks, heads, blocks of dim x dstate) states on the way, where some are wanted
+    results_kernel (places * blocks of heads, blocks of dim)          y of a chunk, for heads that share B and C
+Warps: all do the same. Shared memory: operands of the products, and loads on their way.
 Inputs: x, z [rows, tokens, heads, dim], dt [rows, tokens, heads], B, C [rows, tokens, groups, dstate], A, bias [heads],
 D [heads] or [heads, dim], offsets [sequences + 1], pools [slots, heads, dim, dstate]. Outputs: y like x, states.
-Between them: states, float32 [places, heads, dim, STATES], and logs, float32 [places, heads].
+Between them: states [places, heads, dim, STATES] in the dtype of operands, float32 where marks are wanted; in float32
+sizes, sums, weights [places, heads, CHUNK] and logs [places, heads].
 Method: Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060.
 """
 
@@ -28,8 +29,9 @@ from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types, strides
 
-# A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a chunk keep their digits.
+# A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a tile keep their digits.
 LEAST = tl.constexpr(-64.0)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -47,116 +49,108 @@ def chunk_at(p, offsets, of, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def rates(A, bias, head):
-    """A of a head, and what is added to its dt."""
-    shift = 0.0
-    if bias is not None:
-        shift = tl.load(bias + head).to(tl.float32)
-    return tl.load(A + head).to(tl.float32), shift
-
-
-@triton.jit
-def step_sizes(at, by, token, inside, shift, numbers, SOFTPLUS: tl.constexpr):
-    """dt of some tokens; 0 outside, which changes nothing."""
-    dt = tl.load(at + token * by, inside, other=0).to(tl.float32) + shift
-    if SOFTPLUS:
-        dt = tl.maximum(dt, 0) + log_one_plus(tl.exp(-tl.abs(dt)))
-    return tl.where(inside, tl.minimum(tl.maximum(dt, numbers.least), numbers.most), 0)
-
-
-@triton.jit
-def added(
-    at_x, at_dt, at_B, x_by, dt_by, B_by, left, rate, shift, numbers, row, column, in_rows, in_columns,
-    SOFTPLUS: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The state after `left` tokens of a chunk that began with zero, [ROWS, STATES], and the logarithm of their decay.
-
-    From the last tile to the first, since a token's weight is the decay of those after it.
-    """
-    i = tl.arange(0, TILE)
-    s = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
-    after = 0.0
-    tiles = tl.cdiv(left, TILE)
-    for back in range(tiles):
-        token = (tiles - 1 - back) * TILE + i
-        inside = token < left
-        dt = step_sizes(at_dt, dt_by, token, inside, shift, numbers, SOFTPLUS)
-        log = tl.maximum(dt * rate, LEAST)
-        weight = dt * tl.exp(after + (tl.cumsum(log, 0, reverse=True) - log))
-        x = tl.load(at_x + token[:, None] * x_by + row[None, :], inside[:, None] & in_rows[None, :], other=0)
-        x = operand(x.to(tl.float32) * weight[:, None], OPERAND, PRECISION)
-        b = tl.load(at_B + token[:, None] * B_by + column[None, :], inside[:, None] & in_columns[None, :], other=0)
-        s = tl.dot(tl.trans(x), b.to(OPERAND), s, input_precision=PRECISION)
-        after += tl.sum(log, 0)
-    return s, after
-
-
-@triton.jit
-def added_kernel(
-    x,
+def steps_kernel(
     dt,
-    B,
     A,
     bias,
     offsets,
-    states,
+    sizes,
+    sums,
+    weights,
     logs,
-    x_by,
     dt_by,
-    B_by,
     of,
     numbers,
     SOFTPLUS: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STATES: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
+    """dt; the logarithm (base 2) of the decay from the start of a tile to each token; dt times the decay of what is
+    left of the chunk; and the logarithm of the chunk's decay. Tokens past the end have dt 0, which changes nothing."""
     p = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, STATES)
-    in_rows = row < of.dim
-    in_columns = column < of.dstate
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    in_heads = head < of.heads
+    i = tl.arange(0, TILE)
     _, origin, first, left = chunk_at(p, offsets, of, CHUNK)
     if left > 0:
-        rate, shift = rates(A, bias, head)
-        s, log = added(
-            x + origin * x_by.row + first * x_by.token + head * x_by.head,
-            dt + origin * dt_by.row + first * dt_by.token + head * dt_by.head,
-            B + origin * B_by.row + first * B_by.token + head // of.repeat * B_by.head,
-            x_by.token, dt_by.token, B_by.token, left, rate, shift, numbers, row, column, in_rows, in_columns,
-            SOFTPLUS, TILE, OPERAND, PRECISION,
-        )  # fmt: skip
-        place = p.to(tl.int64) * of.heads + head
-        at = states + place * of.dim * STATES + row[:, None] * STATES + column[None, :]
-        tl.store(at, s, in_rows[:, None] & in_columns[None, :])
-        tl.store(logs + place, log)
+        rate = tl.load(A + head, in_heads, other=0).to(tl.float32)
+        shift = tl.zeros([HEADS], tl.float32)
+        if bias is not None:
+            shift = tl.load(bias + head, in_heads, other=0).to(tl.float32)
+        at = (p.to(tl.int64) * of.heads + head)[None, :] * CHUNK + i[:, None]
+        total = tl.zeros([HEADS], tl.float32)
+        # From the last tile to the first, since a token's weight is the decay of those after it.
+        for back in tl.static_range(CHUNK // TILE):
+            begin: tl.constexpr = CHUNK - TILE * (back + 1)
+            inside = (begin + i < left)[:, None] & in_heads[None, :]
+            at_dt = dt + origin * dt_by.row + (first + begin + i)[:, None] * dt_by.token
+            step = tl.load(at_dt + head[None, :] * dt_by.head, inside, other=0).to(tl.float32) + shift[None, :]
+            if SOFTPLUS:
+                step = tl.maximum(step, 0) + log_one_plus(tl.exp(-tl.abs(step)))
+            step = tl.where(inside, tl.minimum(tl.maximum(step, numbers.least), numbers.most), 0)
+            sum = tl.cumsum(tl.maximum(step * rate[None, :], LEAST) * LOG2E, 0)
+            last = tl.sum(tl.where(i[:, None] == TILE - 1, sum, 0), 0)
+            weight = step * tl.exp2((last[None, :] - sum) + total[None, :])
+            total = last + total
+            tl.store(sizes + at + begin, step, in_heads[None, :])
+            tl.store(sums + at + begin, sum, in_heads[None, :])
+            tl.store(weights + at + begin, weight, in_heads[None, :])
+        tl.store(logs + p.to(tl.int64) * of.heads + head, total, in_heads)
 
 
 @triton.jit
-def passed_kernel(
+def added(
+    at_x, at_B, x_by, B_by, weight, left, row, column, in_rows, in_columns,
+    CHUNK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state after `left` tokens of a chunk that began with zero, [ROWS, COLUMNS]."""
+    token = tl.arange(0, CHUNK)
+    inside = token < left
+    x = tl.load(at_x + token[:, None] * x_by + row[None, :], inside[:, None] & in_rows[None, :], other=0)
+    b = tl.load(at_B + token[:, None] * B_by + column[None, :], inside[:, None] & in_columns[None, :], other=0)
+    b = operand(b.to(tl.float32) * weight[:, None], OPERAND, PRECISION)
+    return tl.dot(tl.trans(x.to(OPERAND)), b, input_precision=PRECISION)
+
+
+@triton.jit
+def block_of(block, of, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows and columns of a block of a state, and which of them there are."""
+    blocks = tl.cdiv(of.dstate, COLUMNS)
+    row = block // blocks * ROWS + tl.arange(0, ROWS)
+    column = block % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    return row, column, row < of.dim, column < of.dstate
+
+
+@triton.jit
+def states_kernel(
+    x,
+    B,
     offsets,
     read,
     source,
     state,
-    states,
+    weights,
     logs,
+    states,
+    x_by,
+    B_by,
     source_by,
     state_by,
     of,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     STATES: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
+    """A block of a head's state through all chunks of a sequence."""
     n = tl.program_id(0)
     head = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, STATES)
-    inside = (row < of.dim)[:, None] & (column < of.dstate)[None, :]
-    _, first, length = span_of(offsets, n, of)
+    row, column, in_rows, in_columns = block_of(tl.program_id(2), of, ROWS, COLUMNS)
+    inside = in_rows[:, None] & in_columns[None, :]
+    origin, first, length = span_of(offsets, n, of)
     if offsets is None:
         place = n * of.chunks
     else:
@@ -165,54 +159,78 @@ def passed_kernel(
     if read is not None:
         slot = tl.load(read + n).to(tl.int64)
     if (slot >= 0) & (slot < of.slots):
-        s = tl.zeros([ROWS, STATES], tl.float32)
+        s = tl.zeros([ROWS, COLUMNS], tl.float32)
         if source is not None:
             at = source + slot * source_by.slot + head * source_by.head
             s = tl.load(at + row[:, None] * source_by.row + column[None, :], inside, other=0).to(tl.float32)
-        at = states + (place.to(tl.int64) * of.heads + head) * of.dim * STATES
-        at += row[:, None] * STATES + column[None, :]
-        at_log = logs + place.to(tl.int64) * of.heads + head
-        step = of.heads.to(tl.int64) * of.dim * STATES
+        at_place = place.to(tl.int64) * of.heads + head
+        at_states = states + at_place * of.dim * STATES + row[:, None] * STATES + column[None, :]
+        at_logs = logs + at_place
+        at_weights = weights + at_place * CHUNK + tl.arange(0, CHUNK)
+        at_x = x + origin * x_by.row + first * x_by.token + head * x_by.head
+        at_B = B + origin * B_by.row + first * B_by.token + head // of.repeat * B_by.head
+        heads = of.heads.to(tl.int64)
         chunks = tl.cdiv(length, CHUNK)
-        # What the next chunk adds is on its way while this one is added.
-        coming = tl.load(at, inside & (chunks > 0), other=0)
+        coming = tl.load(at_logs, chunks > 0, other=0)
         for chunk in range(chunks):
-            adds = coming
-            coming = tl.load(at + step, inside & (chunk + 1 < chunks), other=0)
-            tl.store(at, s, inside)
-            s = tl.fma(s, tl.zeros_like(s) + tl.exp(tl.load(at_log)), adds)
-            at += step
-            at_log += of.heads
+            log = coming
+            coming = tl.load(at_logs + heads, chunk + 1 < chunks, other=0)
+            tl.store(at_states, s.to(states.dtype.element_ty), inside)
+            adds = added(
+                at_x, at_B, x_by.token, B_by.token, tl.load(at_weights), length - chunk * CHUNK,
+                row, column, in_rows, in_columns, CHUNK, OPERAND, PRECISION,
+            )  # fmt: skip
+            s = tl.fma(s, tl.zeros_like(s) + tl.exp2(log), adds)
+            at_logs += heads
+            at_weights += heads * CHUNK
+            at_states += heads * of.dim * STATES
+            at_x += CHUNK * x_by.token
+            at_B += CHUNK * B_by.token
         if state is not None:
             at = state + slot * state_by.slot + head * state_by.head
             tl.store(at + row[:, None] * state_by.row + column[None, :], s.to(state.dtype.element_ty), inside)
 
 
 @triton.jit
+def weights_until(at_sizes, at_sums, left, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """`weights` and the entry of `logs` of a chunk of which only the first `left` tokens count, bit for bit."""
+    j = tl.arange(0, CHUNK)
+    size = tl.load(at_sizes + j, j < left, other=0)
+    sum = tl.load(at_sums + j, j < left, other=0)
+    weight = tl.zeros([CHUNK], tl.float32)
+    total = 0.0
+    for back in tl.static_range(CHUNK // TILE):
+        begin: tl.constexpr = CHUNK - TILE * (back + 1)
+        if left > begin:
+            last = tl.load(at_sums + tl.minimum(left, begin + TILE) - 1)
+            mine = (j >= begin) & (j < tl.minimum(left, begin + TILE))
+            weight = tl.where(mine, size * tl.exp2(tl.where(mine, (last - sum) + total, 0)), weight)
+            total = last + total
+    return weight, total
+
+
+@triton.jit
 def marked_kernel(
     x,
-    dt,
     B,
-    A,
-    bias,
     offsets,
     read,
     source,
     marks,
     mark_tokens,
     mark_places,
+    sizes,
+    sums,
     states,
     x_by,
-    dt_by,
     B_by,
     source_by,
     marks_by,
     of,
-    numbers,
-    SOFTPLUS: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     STATES: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -220,10 +238,7 @@ def marked_kernel(
     """The state before a token is that before its chunk, decayed, and what the chunk's tokens up to it add."""
     n = tl.program_id(0) // of.marks
     head = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, STATES)
-    in_rows = row < of.dim
-    in_columns = column < of.dstate
+    row, column, in_rows, in_columns = block_of(tl.program_id(2), of, ROWS, COLUMNS)
     inside = in_rows[:, None] & in_columns[None, :]
     origin, first, length = span_of(offsets, n, of)
     given = tl.load(mark_tokens + tl.program_id(0)).to(tl.int64)
@@ -237,25 +252,26 @@ def marked_kernel(
     wanted = (given >= 0) & (token >= 0) & (token <= length) & (mark >= 0) & (mark < of.places)
     if wanted & (slot >= 0) & (slot < of.slots):
         chunk = tl.maximum(token - 1, 0) // CHUNK
-        s = tl.zeros([ROWS, STATES], tl.float32)
+        s = tl.zeros([ROWS, COLUMNS], tl.float32)
         # Without tokens a sequence has no place; its state in the pool is still the one that it began with.
         if length > 0:
             if offsets is None:
                 place = n * of.chunks + chunk
             else:
                 place = first // CHUNK + n + chunk
-            at = states + (place * of.heads + head) * of.dim * STATES
+            at_place = place * of.heads + head
+            at = states + at_place * of.dim * STATES
             s = tl.load(at + row[:, None] * STATES + column[None, :], inside, other=0)
-            rate, shift = rates(A, bias, head)
+            left = (token - chunk * CHUNK).to(tl.int32)
+            weight, log = weights_until(sizes + at_place * CHUNK, sums + at_place * CHUNK, left, CHUNK, TILE)
             first += chunk * CHUNK
-            adds, log = added(
+            adds = added(
                 x + origin * x_by.row + first * x_by.token + head * x_by.head,
-                dt + origin * dt_by.row + first * dt_by.token + head * dt_by.head,
                 B + origin * B_by.row + first * B_by.token + head // of.repeat * B_by.head,
-                x_by.token, dt_by.token, B_by.token, (token - chunk * CHUNK).to(tl.int32),
-                rate, shift, numbers, row, column, in_rows, in_columns, SOFTPLUS, TILE, OPERAND, PRECISION,
+                x_by.token, B_by.token, weight, left,
+                row, column, in_rows, in_columns, CHUNK, OPERAND, PRECISION,
             )  # fmt: skip
-            s = tl.fma(s, tl.zeros_like(s) + tl.exp(log), adds)
+            s = tl.fma(s, tl.zeros_like(s) + tl.exp2(log), adds)
         else:
             if source is not None:
                 at = source + slot * source_by.slot + head * source_by.head
@@ -265,28 +281,45 @@ def marked_kernel(
 
 
 @triton.jit
+def zero(at, by_head, mask, head, end, ROWS: tl.constexpr):
+    """Zeros in the results of some tokens, of heads head to end - 1."""
+    for h in range(head, end):
+        tl.store(at + h * by_head, tl.zeros([mask.shape[0], ROWS], at.dtype.element_ty), mask)
+
+
+@triton.jit
+def finished(y, x, at_z, at_D, at_out, mask, in_rows, WIDE_D: tl.constexpr):
+    """Store y with the skip connection and the gate. x : the tokens' x, zero outside."""
+    if at_D is not None:
+        if WIDE_D:
+            y += tl.load(at_D, in_rows, other=0).to(tl.float32)[None, :] * x.to(tl.float32)
+        else:
+            y += tl.load(at_D).to(tl.float32) * x.to(tl.float32)
+    if at_z is not None:
+        gate = tl.load(at_z, mask, other=0).to(tl.float32)
+        y *= gate * sigmoid(gate)
+    tl.store(at_out, y.to(at_out.dtype.element_ty), mask)
+
+
+@triton.jit
 def results_kernel(
     x,
-    dt,
     B,
     C,
     z,
-    A,
     D,
-    bias,
     offsets,
     read,
+    sizes,
+    sums,
     states,
     out,
     x_by,
-    dt_by,
     B_by,
     C_by,
     z_by,
     out_by,
     of,
-    numbers,
-    SOFTPLUS: tl.constexpr,
     WIDE_D: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
@@ -295,90 +328,113 @@ def results_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    p = tl.program_id(0) // (CHUNK // TILE)
-    tile = tl.program_id(0) % (CHUNK // TILE)
-    head = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    """The products of B and C are those of all heads of a group: `of.each` of them are one program's.
+
+    From the last place to the first: what states_kernel read and wrote last may still be in L2.
+    """
+    of_group = tl.cdiv(of.repeat, of.each)
+    blocks = of.heads // of.repeat * of_group
+    p = tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    group = block // of_group
+    head = group * of.repeat + block % of_group * of.each
+    end = tl.minimum(head + of.each, (group + 1) * of.repeat)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, STATES)
     i = tl.arange(0, TILE)
     in_rows = row < of.dim
     in_columns = column < of.dstate
-    at_out = out + head * out_by.head + row[None, :]
     if offsets is not None:
-        # The programs cover all tokens by tiles: each also zeroes those of its tile that no sequence has.
-        free = tl.program_id(0) * TILE + i
-        free_of_all = (free < tl.load(offsets)) | (free >= tl.load(offsets + of.sequences))
-        nobodys = (free < of.tokens) & free_of_all
-        zeros = tl.zeros([TILE, ROWS], out.dtype.element_ty)
-        tl.store(at_out + free[:, None].to(tl.int64) * out_by.token, zeros, nobodys[:, None] & in_rows[None, :])
+        # The places cover all tokens by chunks: each program also zeroes those of its chunk that no sequence has.
+        begins = tl.load(offsets)
+        ends = tl.load(offsets + of.sequences)
+        if (p * CHUNK < begins) | (p * CHUNK + CHUNK > ends):
+            free = p * CHUNK + tl.arange(0, CHUNK)
+            nobodys = (free < of.tokens) & ((free < begins) | (free >= ends))
+            at = out + free[:, None].to(tl.int64) * out_by.token + row[None, :]
+            zero(at, out_by.head, nobodys[:, None] & in_rows[None, :], head, end, ROWS)
     n, origin, first, left = chunk_at(p, offsets, of, CHUNK)
-    token = tile * TILE + i
-    inside = token < left
-    if tile * TILE < left:
+    if left > 0:
+        at_out = out + origin * out_by.row + (first + i)[:, None] * out_by.token + row[None, :]
         slot = tl.full([], 0, tl.int64)
         if read is not None:
             slot = tl.load(read + n).to(tl.int64)
-        y = tl.zeros([TILE, ROWS], tl.float32)
+        mask = (i < left)[:, None] & in_rows[None, :]
+        later_mask = (i + TILE < left)[:, None] & in_rows[None, :]
         if (slot >= 0) & (slot < of.slots):
-            rate, shift = rates(A, bias, head)
-            at_x = x + origin * x_by.row + first * x_by.token + head * x_by.head
-            at_dt = dt + origin * dt_by.row + first * dt_by.token + head * dt_by.head
-            at_B = B + origin * B_by.row + first * B_by.token + head // of.repeat * B_by.head
-            at_C = C + origin * C_by.row + first * C_by.token + head // of.repeat * C_by.head
-            c = tl.load(
-                at_C + token[:, None] * C_by.token + column[None, :], inside[:, None] & in_columns[None, :], other=0
-            ).to(OPERAND)
-            sizes = step_sizes(at_dt, dt_by.token, token, inside, shift, numbers, SOFTPLUS)
-            # The logarithm of the decay from the start of the tile, or of the one looked at, to each token.
-            until = tl.cumsum(tl.maximum(sizes * rate, LEAST), 0)
-            for back in range(tile + 1):
-                other = (tile - back) * TILE + i
-                there = other < left
-                sizes = step_sizes(at_dt, dt_by.token, other, there, shift, numbers, SOFTPLUS)
-                log = tl.maximum(sizes * rate, LEAST)
-                if back == 0:
-                    gap = until[:, None] - until[None, :]
-                    seen = i[:, None] >= i[None, :]
-                else:
-                    gap = until[:, None] + (tl.cumsum(log, 0, reverse=True) - log)[None, :]
-                    seen = i[:, None] >= 0
-                    seen = seen & (i[None, :] >= 0)
-                b_mask = there[:, None] & in_columns[None, :]
-                b = tl.load(at_B + other[:, None] * B_by.token + column[None, :], b_mask, other=0).to(OPERAND)
-                scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-                scores *= tl.where(seen, tl.exp(tl.where(seen, gap, 0)), 0) * sizes[None, :]
-                x_mask = there[:, None] & in_rows[None, :]
-                xs = tl.load(at_x + other[:, None] * x_by.token + row[None, :], x_mask, other=0)
-                y = tl.dot(operand(scores, OPERAND, PRECISION), xs.to(OPERAND), y, input_precision=PRECISION)
-                if back > 0:
-                    until += tl.sum(log, 0)
-            place = p.to(tl.int64) * of.heads + head
-            at = states + place * of.dim * STATES + row[:, None] * STATES + column[None, :]
-            s = operand(tl.load(at, in_rows[:, None] & in_columns[None, :], other=0), OPERAND, PRECISION)
-            y += tl.dot(c, tl.trans(s), input_precision=PRECISION) * tl.exp(until)[:, None]
-            mask = inside[:, None] & in_rows[None, :]
-            if D is not None:
-                if WIDE_D:
-                    d = tl.load(D + head * of.dim + row, in_rows, other=0).to(tl.float32)[None, :]
-                else:
-                    d = tl.load(D + head).to(tl.float32)
-                y += d * tl.load(at_x + token[:, None] * x_by.token + row[None, :], mask, other=0).to(tl.float32)
-            if z is not None:
-                at = z + origin * z_by.row + (first + token)[:, None] * z_by.token + head * z_by.head + row[None, :]
-                gate = tl.load(at, mask, other=0).to(tl.float32)
-                y *= gate * sigmoid(gate)
-        at = at_out + origin * out_by.row + (first + token)[:, None] * out_by.token
-        tl.store(at, y.to(out.dtype.element_ty), inside[:, None] & in_rows[None, :])
+            at_x = x + origin * x_by.row + (first + i)[:, None] * x_by.token + row[None, :]
+            at_B = B + origin * B_by.row + (first + i)[:, None] * B_by.token + group * B_by.head + column[None, :]
+            at_C = C + origin * C_by.row + (first + i)[:, None] * C_by.token + group * C_by.head + column[None, :]
+            there = (i < left)[:, None] & in_columns[None, :]
+            b = tl.load(at_B, there, other=0).to(OPERAND)
+            c = tl.load(at_C, there, other=0).to(OPERAND)
+            own = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+            if CHUNK > TILE:
+                there = (i + TILE < left)[:, None] & in_columns[None, :]
+                later_c = tl.load(at_C + TILE * C_by.token, there, other=0).to(OPERAND)
+                past = tl.dot(later_c, tl.trans(b), input_precision=PRECISION)
+                b = tl.load(at_B + TILE * B_by.token, there, other=0).to(OPERAND)
+                later = tl.dot(later_c, tl.trans(b), input_precision=PRECISION)
+            seen = i[:, None] >= i[None, :]
+            at_place = p.to(tl.int64) * of.heads
+            for h in range(head, end):
+                at = (at_place + h) * CHUNK + i
+                size = tl.load(sizes + at)
+                sum = tl.load(sums + at)
+                xs = tl.load(at_x + h * x_by.head, mask, other=0)
+                at_s = states + (at_place + h) * of.dim * STATES + row[:, None] * STATES + column[None, :]
+                s = tl.load(at_s, in_rows[:, None] & in_columns[None, :], other=0)
+                s = tl.trans(operand(s.to(tl.float32), OPERAND, PRECISION))
+                at_D = D
+                if D is not None:
+                    at_D = D + h * of.dim + row if WIDE_D else D + h
+                at_z = z
+                if z is not None:
+                    at_z = z + origin * z_by.row + (first + i)[:, None] * z_by.token + h * z_by.head + row[None, :]
+                y = tl.dot(c, s, input_precision=PRECISION) * tl.exp2(sum)[:, None]
+                decay = tl.exp2(tl.where(seen, sum[:, None] - sum[None, :], float("-inf")))
+                scores = operand(own * decay * size[None, :], OPERAND, PRECISION)
+                y = tl.dot(scores, xs.to(OPERAND), y, input_precision=PRECISION)
+                finished(y, xs, at_z, at_D, at_out + h * out_by.head, mask, in_rows, WIDE_D)
+                if CHUNK > TILE:
+                    later_size = tl.load(sizes + at + TILE)
+                    later_sum = tl.load(sums + at + TILE)
+                    later_xs = tl.load(at_x + TILE * x_by.token + h * x_by.head, later_mask, other=0)
+                    last = tl.load(sums + (at_place + h) * CHUNK + TILE - 1)
+                    y = tl.dot(later_c, s, input_precision=PRECISION) * tl.exp2(later_sum + last)[:, None]
+                    decay = tl.exp2(later_sum[:, None] + (last - sum)[None, :])
+                    scores = operand(past * decay * size[None, :], OPERAND, PRECISION)
+                    y = tl.dot(scores, xs.to(OPERAND), y, input_precision=PRECISION)
+                    decay = tl.exp2(tl.where(seen, later_sum[:, None] - later_sum[None, :], float("-inf")))
+                    scores = operand(later * decay * later_size[None, :], OPERAND, PRECISION)
+                    y = tl.dot(scores, later_xs.to(OPERAND), y, input_precision=PRECISION)
+                    if z is not None:
+                        at_z += TILE * z_by.token
+                    at = at_out + TILE * out_by.token + h * out_by.head
+                    finished(y, later_xs, at_z, at_D, at, later_mask, in_rows, WIDE_D)
+        else:
+            zero(at_out, out_by.head, mask, head, end, ROWS)
+            if CHUNK > TILE:
+                zero(at_out + TILE * out_by.token, out_by.head, later_mask, head, end, ROWS)
 
 
 _TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
 _INPUTS = dict.fromkeys(("x_by", "dt_by", "B_by", "C_by", "z_by", "out_by"), ("row", "token", "head"))
 _PLACES = _INPUTS | dict.fromkeys(("source_by", "state_by", "marks_by"), ("slot", "head", "row"))
-_SIZES = ("sequences", "tokens", "chunks", "heads", "repeat", "dim", "dstate", "slots", "marks", "places")
+_SIZES = ("sequences", "tokens", "chunks", "heads", "repeat", "each", "dim", "dstate", "slots", "marks", "places")
+# Heads of a program of steps_kernel.
+_HEADS = 32
+# Programs of results_kernel that fill a chip: two for each of 132 multiprocessors.
+_PROGRAMS = 264
 
 
-def _build(kernel, problem, config, rows: int) -> Build:
-    """The build of one of the kernels, of the parameters that it has. rows : of the state, of a program."""
+def _states_dtype(problem, config) -> str:
+    """A checkpoint goes on from the state before its chunk in float32; products round it anyway."""
+    return "fp32" if problem.marks_dtype else config.operand
+
+
+def _build(kernel, problem, config, num_warps: int, num_stages: int = 1) -> Build:
+    """The build of one of the kernels, of the parameters that it has."""
     table = problem.index if problem.read else ""
     kinds = {
         "x": problem.dtype,
@@ -396,40 +452,44 @@ def _build(kernel, problem, config, rows: int) -> Build:
         "marks": problem.marks_dtype,
         "mark_tokens": "i32",
         "mark_places": "i32",
-        "states": "fp32",
+        "sizes": "fp32",
+        "sums": "fp32",
+        "weights": "fp32",
         "logs": "fp32",
+        "states": _states_dtype(problem, config),
         "out": problem.dtype,
     }
     kinds = {name: kinds[name] for name in kernel.arg_names if name in kinds}
     whole = {"x", "B", "C", "z", "source", "state", "marks", "out"} if problem.aligned else set()
     units = {f"{name}_by": kinds[name] for name in whole & kinds.keys() if kinds[name]}
     places = {name: _PLACES[name] for name in kernel.arg_names if name in _PLACES}
-    types = pointers(kinds, whole | {"states"}) | place_types(places, units)
+    types = pointers(kinds, whole | {"states", "sizes", "sums", "weights"}) | place_types(places, units)
     types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate)
     if "numbers" in kernel.arg_names:
         types |= {"numbers.least": "fp32", "numbers.most": "fp32"}
     constants = {
         "SOFTPLUS": problem.softplus,
         "WIDE_D": problem.wide_d,
-        "CHUNK": problem.chunk,
+        "CHUNK": config.chunk,
         "TILE": config.tile,
-        "ROWS": rows,
+        "HEADS": _HEADS,
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
         "STATES": power_of_two(problem.dstate, 16),
         "OPERAND": _TYPES[config.operand],
         "PRECISION": "tf32x3" if problem.dtype == "fp32" else "tf32",
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants |= {name: None for name, kind in kinds.items() if not kind}
-    return Build(kernel, types, constants, num_warps=config.num_warps)
+    return Build(kernel, types, constants, num_warps=num_warps, num_stages=num_stages)
 
 
-launch_added = Launcher("ssd_added", lambda p, c: _build(added_kernel, p, c, c.rows))
-launch_passed = Launcher("ssd_passed", lambda p, c: _build(passed_kernel, p, c, c.passed_rows))
-launch_marked = Launcher("ssd_marked", lambda p, c: _build(marked_kernel, p, c, c.rows))
-launch_results = Launcher("ssd_results", lambda p, c: _build(results_kernel, p, c, c.rows))
-# Bytes of stack a thread may use: results_kernel in float32 takes 24 on sm_120a by Triton 3.9; others take 8 at most.
+launch_steps = Launcher("ssd_steps", lambda p, c: _build(steps_kernel, p, c, 4))
+launch_states = Launcher("ssd_states", lambda p, c: _build(states_kernel, p, c, c.states_warps, c.states_stages))
+launch_marked = Launcher("ssd_marked", lambda p, c: _build(marked_kernel, p, c, c.states_warps))
+launch_results = Launcher("ssd_results", lambda p, c: _build(results_kernel, p, c, c.num_warps, c.num_stages))
 STACK_BUDGET = 24
-LAUNCHERS = (launch_added, launch_passed, launch_marked, launch_results)
+LAUNCHERS = (launch_steps, launch_states, launch_marked, launch_results)
 
 
 def kernels(problem, config):
@@ -442,40 +502,40 @@ def run(problem, config, tokens, layer, pool, out, marks=None):
     """Every sequence from its state to its last token, as `flashinfer/ops/recurrent/ssd/__init__.py` states it."""
     x, n = tokens.x, tokens.sequences
     rows, length, heads, dim = x.shape
-    chunks = triton.cdiv(length, problem.chunk)
-    places = rows * chunks if tokens.offsets is None else length // problem.chunk + n
-    workspace = torch.empty(places, heads, dim, power_of_two(problem.dstate, 16), dtype=torch.float32, device=x.device)
+    chunks = triton.cdiv(length, config.chunk)
+    places = rows * chunks if tokens.offsets is None else length // config.chunk + n
+    dtype = torch.bfloat16 if _states_dtype(problem, config) == "bf16" else torch.float32
+    states = torch.empty(places, heads, dim, power_of_two(problem.dstate, 16), dtype=dtype, device=x.device)
+    sizes, sums, weights = torch.empty(3, places, heads, config.chunk, dtype=torch.float32, device=x.device)
     logs = torch.empty(places, heads, dtype=torch.float32, device=x.device)
     wanted = 0 if marks is None else marks.tokens.shape[1]
     slots = n if pool.read is None else len(pool.source)
+    repeat = heads // tokens.B.shape[2]
+    each = min(repeat, max(1, places * heads // _PROGRAMS))
     rest = slots, wanted, 0 if marks is None else len(marks.out)
-    sizes = n, length, chunks, heads, heads // tokens.B.shape[2], dim, problem.dstate, *rest
+    counts = n, length, chunks, heads, repeat, each, dim, problem.dstate, *rest
     by = {name: strides(getattr(tokens, name), (0, 1, 2)) for name in ("x", "dt", "B", "C", "z")}
     by |= {name: strides(t, (0, 1, 2)) for name, t in (("source", pool.source), ("state", pool.state), ("out", out))}
-    numbers = layer.least, layer.most
-    blocks = triton.cdiv(dim, config.rows)
 
     def launch(launcher, grid, tensors, names, *last):
         given = [t for t in tensors if t is not None]
-        launcher(problem, config, grid, *given, *(s for name in names for s in by[name]), *sizes, *last)
+        launcher(problem, config, grid, *given, *(s for name in names for s in by[name]), *counts, *last)
 
-    inputs = tokens.x, tokens.dt, tokens.B, layer.A, layer.bias, tokens.offsets
     if places:
-        launch(launch_added, (places, heads, blocks), (*inputs, workspace, logs), ("x", "dt", "B"), *numbers)
-    launch(
-        launch_passed,
-        (n, heads, triton.cdiv(dim, config.passed_rows)),
-        (tokens.offsets, pool.read, pool.source, pool.state, workspace, logs),
-        ("source", "state"),
-    )
+        tensors = tokens.dt, layer.A, layer.bias, tokens.offsets, sizes, sums, weights, logs
+        launch(launch_steps, (places, triton.cdiv(heads, _HEADS)), tensors, ("dt",), layer.least, layer.most)
+    inputs = x, tokens.B, tokens.offsets, pool.read, pool.source
+    blocks = triton.cdiv(dim, config.rows) * triton.cdiv(problem.dstate, config.columns)
+    tensors = *inputs, pool.state, weights, logs, states
+    launch(launch_states, (n, heads, blocks), tensors, ("x", "B", "source", "state"))
     if wanted:
         by["marks"] = strides(marks.out, (0, 1, 2))
-        tensors = *inputs, pool.read, pool.source, *marks, workspace
-        launch(launch_marked, (n * wanted, heads, blocks), tensors, ("x", "dt", "B", "source", "marks"), *numbers)
+        tensors = *inputs, *marks, sizes, sums, states
+        launch(launch_marked, (n * wanted, heads, blocks), tensors, ("x", "B", "source", "marks"))
     if places:
-        tensors = *tokens[:5], layer.A, layer.D, layer.bias, tokens.offsets, pool.read, workspace, out
-        grid = (places * (problem.chunk // config.tile), heads, blocks)
-        launch(launch_results, grid, tensors, ("x", "dt", "B", "C", "z", "out"), *numbers)
+        tensors = x, *tokens[2:5], layer.D, tokens.offsets, pool.read, sizes, sums, states, out
+        grid = (places * (heads // repeat) * triton.cdiv(repeat, each), triton.cdiv(dim, config.rows))
+        launch(launch_results, grid, tensors, ("x", "B", "C", "z", "out"))
 
 
 IMPLEMENTATION = Implementation(run, LAUNCHERS, kernels=kernels, compile_together=True, stack_budget=STACK_BUDGET)
