@@ -82,7 +82,7 @@ def steps_kernel(
         total = tl.zeros([HEADS], tl.float32)
         # From the last tile to the first, since a token's weight is the decay of those after it.
         for back in tl.static_range(CHUNK // TILE):
-            begin: tl.constexpr = CHUNK - TILE * (back + 1)
+            begin = CHUNK - TILE * (back + 1)
             inside = (begin + i < left)[:, None] & in_heads[None, :]
             at_dt = dt + origin * dt_by.row + (first + begin + i)[:, None] * dt_by.token
             step = tl.load(at_dt + head[None, :] * dt_by.head, inside, other=0).to(tl.float32) + shift[None, :]
@@ -200,7 +200,7 @@ def weights_until(at_sizes, at_sums, left, CHUNK: tl.constexpr, TILE: tl.constex
     weight = tl.zeros([CHUNK], tl.float32)
     total = 0.0
     for back in tl.static_range(CHUNK // TILE):
-        begin: tl.constexpr = CHUNK - TILE * (back + 1)
+        begin = CHUNK - TILE * (back + 1)
         if left > begin:
             last = tl.load(at_sums + tl.minimum(left, begin + TILE) - 1)
             mine = (j >= begin) & (j < tl.minimum(left, begin + TILE))
