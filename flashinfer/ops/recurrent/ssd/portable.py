@@ -8,7 +8,7 @@ Grid: by kernel,
     states_kernel  (sequences, heads, blocks of dim x dstate)         from chunk to chunk; `states` then has what is
                                                                       before each, and the pool what is after the last
     marked_kernel  (sequences * marks, heads, blocks of dim x dstate) states on the way, where some are wanted
-    results_kernel (places * blocks of heads, blocks of dim)          y of a chunk, for heads that share B and C
+    results_kernel (places * tiles * blocks of heads, blocks of dim)  y of a tile, for heads that share B and C
 Warps: all do the same. Shared memory: operands of the products, and loads on their way.
 Inputs: x, z [rows, tokens, heads, dim], dt [rows, tokens, heads], B, C [rows, tokens, groups, dstate], A, bias [heads],
 D [heads] or [heads, dim], offsets [sequences + 1], pools [slots, heads, dim, dstate]. Outputs: y like x, states.
@@ -288,17 +288,73 @@ def zero(at, by_head, mask, head, end, ROWS: tl.constexpr):
 
 
 @triton.jit
-def finished(y, x, at_z, at_D, at_out, mask, in_rows, WIDE_D: tl.constexpr):
-    """Store y with the skip connection and the gate. x : the tokens' x, zero outside."""
+def weighted(scores, gap, size, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of C and B, times the decay between their tokens and dt of the earlier one. gap : its logarithm."""
+    return operand(scores * tl.exp2(gap) * size[None, :], OPERAND, PRECISION)
+
+
+@triton.jit
+def head_result(
+    c, own, past, before, at_x, at_sizes, at_sums, at_s, at_D, at_z, at_out, x_step, mask, in_rows, in_columns,
+    PAST: tl.constexpr, WIDE_D: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y of a tile of a head: from the state before the chunk, the tile in front, and its own tokens. Stored.
+
+    own, past : products of the tile's C with its own B and that of the tile in front, which is there if PAST.
+    before : whether a token is seen by another. x_step : elements from a tile to the next.
+    """
+    size = tl.load(at_sizes)
+    sum = tl.load(at_sums)
+    xs = tl.load(at_x, mask, other=0)
+    s = tl.load(at_s, in_rows[:, None] & in_columns[None, :], other=0).to(tl.float32)
+    s = tl.trans(operand(s, OPERAND, PRECISION))
+    if PAST:
+        past_size = tl.load(at_sizes - TILE)
+        past_sum = tl.load(at_sums - TILE)
+        past_x = tl.load(at_x - x_step, in_rows[None, :] & (tl.arange(0, TILE) >= 0)[:, None], other=0)
+        last = tl.sum(tl.where(tl.arange(0, TILE) == TILE - 1, past_sum, 0), 0)
+        y = tl.dot(c, s, input_precision=PRECISION) * tl.exp2(last + sum)[:, None]
+        scores = weighted(past, sum[:, None] + (last - past_sum)[None, :], past_size, OPERAND, PRECISION)
+        y = tl.dot(scores, past_x.to(OPERAND), y, input_precision=PRECISION)
+    else:
+        y = tl.dot(c, s, input_precision=PRECISION) * tl.exp2(sum)[:, None]
+    gap = tl.where(before, sum[:, None] - sum[None, :], float("-inf"))
+    y = tl.dot(weighted(own, gap, size, OPERAND, PRECISION), xs.to(OPERAND), y, input_precision=PRECISION)
     if at_D is not None:
         if WIDE_D:
-            y += tl.load(at_D, in_rows, other=0).to(tl.float32)[None, :] * x.to(tl.float32)
+            y += tl.load(at_D, in_rows, other=0).to(tl.float32)[None, :] * xs.to(tl.float32)
         else:
-            y += tl.load(at_D).to(tl.float32) * x.to(tl.float32)
+            y += tl.load(at_D).to(tl.float32) * xs.to(tl.float32)
     if at_z is not None:
         gate = tl.load(at_z, mask, other=0).to(tl.float32)
         y *= gate * sigmoid(gate)
     tl.store(at_out, y.to(at_out.dtype.element_ty), mask)
+
+
+@triton.jit
+def results_of(
+    own, past, c, tile, at_x, at_z, at_out, x_by, z_by, out_by, D, sizes, sums, states, place, left, head, end, of,
+    row, in_rows, PAST: tl.constexpr, WIDE_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    STATES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y of a tile, of heads head to end - 1."""
+    i = tl.arange(0, TILE)
+    column = tl.arange(0, STATES)
+    mask = (tile * TILE + i < left)[:, None] & in_rows[None, :]
+    for h in range(head, end):
+        at_step = (place + h) * CHUNK + tile * TILE + i
+        at_D = D
+        if D is not None:
+            at_D = D + h * of.dim + row if WIDE_D else D + h
+        at_gate = at_z
+        if at_z is not None:
+            at_gate = at_z + h * z_by.head
+        head_result(
+            c, own, past, i[:, None] >= i[None, :], at_x + h * x_by.head, sizes + at_step, sums + at_step,
+            states + (place + h) * of.dim * STATES + row[:, None] * STATES + column[None, :],
+            at_D, at_gate, at_out + h * out_by.head, TILE * x_by.token, mask, in_rows, column < of.dstate,
+            PAST, WIDE_D, TILE, OPERAND, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -330,11 +386,13 @@ def results_kernel(
 ):
     """The products of B and C are those of all heads of a group: `of.each` of them are one program's.
 
-    From the last place to the first: what states_kernel read and wrote last may still be in L2.
+    From the last tile to the first: what states_kernel read and wrote last may still be in L2.
     """
     of_group = tl.cdiv(of.repeat, of.each)
     blocks = of.heads // of.repeat * of_group
-    p = tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks
+    p = (tl.num_programs(0) - 1 - tl.program_id(0)) // blocks
+    tile = p % (CHUNK // TILE)
+    p = p // (CHUNK // TILE)
     block = tl.program_id(0) % blocks
     group = block // of_group
     head = group * of.repeat + block % of_group * of.each
@@ -345,77 +403,49 @@ def results_kernel(
     in_rows = row < of.dim
     in_columns = column < of.dstate
     if offsets is not None:
-        # The places cover all tokens by chunks: each program also zeroes those of its chunk that no sequence has.
+        # The programs cover all tokens by tiles: each also zeroes those of its tile that no sequence has.
         begins = tl.load(offsets)
         ends = tl.load(offsets + of.sequences)
-        if (p * CHUNK < begins) | (p * CHUNK + CHUNK > ends):
-            free = p * CHUNK + tl.arange(0, CHUNK)
+        begin = p * CHUNK + tile * TILE
+        if (begin < begins) | (begin + TILE > ends):
+            free = begin + i
             nobodys = (free < of.tokens) & ((free < begins) | (free >= ends))
             at = out + free[:, None].to(tl.int64) * out_by.token + row[None, :]
             zero(at, out_by.head, nobodys[:, None] & in_rows[None, :], head, end, ROWS)
     n, origin, first, left = chunk_at(p, offsets, of, CHUNK)
-    if left > 0:
-        at_out = out + origin * out_by.row + (first + i)[:, None] * out_by.token + row[None, :]
+    if tile * TILE < left:
+        token = first + tile * TILE + i
+        at_out = out + origin * out_by.row + token[:, None] * out_by.token + row[None, :]
         slot = tl.full([], 0, tl.int64)
         if read is not None:
             slot = tl.load(read + n).to(tl.int64)
-        mask = (i < left)[:, None] & in_rows[None, :]
-        later_mask = (i + TILE < left)[:, None] & in_rows[None, :]
+        inside = tile * TILE + i < left
         if (slot >= 0) & (slot < of.slots):
-            at_x = x + origin * x_by.row + (first + i)[:, None] * x_by.token + row[None, :]
-            at_B = B + origin * B_by.row + (first + i)[:, None] * B_by.token + group * B_by.head + column[None, :]
-            at_C = C + origin * C_by.row + (first + i)[:, None] * C_by.token + group * C_by.head + column[None, :]
-            there = (i < left)[:, None] & in_columns[None, :]
-            b = tl.load(at_B, there, other=0).to(OPERAND)
+            at_x = x + origin * x_by.row + token[:, None] * x_by.token + row[None, :]
+            at_B = B + origin * B_by.row + token[:, None] * B_by.token + group * B_by.head + column[None, :]
+            at_C = C + origin * C_by.row + token[:, None] * C_by.token + group * C_by.head + column[None, :]
+            at_z = z
+            if z is not None:
+                at_z = z + origin * z_by.row + token[:, None] * z_by.token + row[None, :]
+            there = inside[:, None] & in_columns[None, :]
             c = tl.load(at_C, there, other=0).to(OPERAND)
+            b = tl.load(at_B, there, other=0).to(OPERAND)
             own = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-            if CHUNK > TILE:
-                there = (i + TILE < left)[:, None] & in_columns[None, :]
-                later_c = tl.load(at_C + TILE * C_by.token, there, other=0).to(OPERAND)
-                past = tl.dot(later_c, tl.trans(b), input_precision=PRECISION)
-                b = tl.load(at_B + TILE * B_by.token, there, other=0).to(OPERAND)
-                later = tl.dot(later_c, tl.trans(b), input_precision=PRECISION)
-            seen = i[:, None] >= i[None, :]
-            at_place = p.to(tl.int64) * of.heads
-            for h in range(head, end):
-                at = (at_place + h) * CHUNK + i
-                size = tl.load(sizes + at)
-                sum = tl.load(sums + at)
-                xs = tl.load(at_x + h * x_by.head, mask, other=0)
-                at_s = states + (at_place + h) * of.dim * STATES + row[:, None] * STATES + column[None, :]
-                s = tl.load(at_s, in_rows[:, None] & in_columns[None, :], other=0)
-                s = tl.trans(operand(s.to(tl.float32), OPERAND, PRECISION))
-                at_D = D
-                if D is not None:
-                    at_D = D + h * of.dim + row if WIDE_D else D + h
-                at_z = z
-                if z is not None:
-                    at_z = z + origin * z_by.row + (first + i)[:, None] * z_by.token + h * z_by.head + row[None, :]
-                y = tl.dot(c, s, input_precision=PRECISION) * tl.exp2(sum)[:, None]
-                decay = tl.exp2(tl.where(seen, sum[:, None] - sum[None, :], float("-inf")))
-                scores = operand(own * decay * size[None, :], OPERAND, PRECISION)
-                y = tl.dot(scores, xs.to(OPERAND), y, input_precision=PRECISION)
-                finished(y, xs, at_z, at_D, at_out + h * out_by.head, mask, in_rows, WIDE_D)
-                if CHUNK > TILE:
-                    later_size = tl.load(sizes + at + TILE)
-                    later_sum = tl.load(sums + at + TILE)
-                    later_xs = tl.load(at_x + TILE * x_by.token + h * x_by.head, later_mask, other=0)
-                    last = tl.load(sums + (at_place + h) * CHUNK + TILE - 1)
-                    y = tl.dot(later_c, s, input_precision=PRECISION) * tl.exp2(later_sum + last)[:, None]
-                    decay = tl.exp2(later_sum[:, None] + (last - sum)[None, :])
-                    scores = operand(past * decay * size[None, :], OPERAND, PRECISION)
-                    y = tl.dot(scores, xs.to(OPERAND), y, input_precision=PRECISION)
-                    decay = tl.exp2(tl.where(seen, later_sum[:, None] - later_sum[None, :], float("-inf")))
-                    scores = operand(later * decay * later_size[None, :], OPERAND, PRECISION)
-                    y = tl.dot(scores, later_xs.to(OPERAND), y, input_precision=PRECISION)
-                    if z is not None:
-                        at_z += TILE * z_by.token
-                    at = at_out + TILE * out_by.token + h * out_by.head
-                    finished(y, later_xs, at_z, at_D, at, later_mask, in_rows, WIDE_D)
+            place = p.to(tl.int64) * of.heads
+            if tile == 0:
+                results_of(
+                    own, own, c, tile, at_x, at_z, at_out, x_by, z_by, out_by, D, sizes, sums, states, place, left,
+                    head, end, of, row, in_rows, False, WIDE_D, CHUNK, TILE, STATES, OPERAND, PRECISION,
+                )  # fmt: skip
+            else:
+                b = tl.load(at_B - TILE * B_by.token, in_columns[None, :] & (i >= 0)[:, None], other=0).to(OPERAND)
+                past = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+                results_of(
+                    own, past, c, tile, at_x, at_z, at_out, x_by, z_by, out_by, D, sizes, sums, states, place, left,
+                    head, end, of, row, in_rows, True, WIDE_D, CHUNK, TILE, STATES, OPERAND, PRECISION,
+                )  # fmt: skip
         else:
-            zero(at_out, out_by.head, mask, head, end, ROWS)
-            if CHUNK > TILE:
-                zero(at_out + TILE * out_by.token, out_by.head, later_mask, head, end, ROWS)
+            zero(at_out, out_by.head, inside[:, None] & in_rows[None, :], head, end, ROWS)
 
 
 _TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
@@ -534,7 +564,8 @@ def run(problem, config, tokens, layer, pool, out, marks=None):
         launch(launch_marked, (n * wanted, heads, blocks), tensors, ("x", "B", "source", "marks"))
     if places:
         tensors = x, *tokens[2:5], layer.D, tokens.offsets, pool.read, sizes, sums, states, out
-        grid = (places * (heads // repeat) * triton.cdiv(repeat, each), triton.cdiv(dim, config.rows))
+        tiles = config.chunk // config.tile
+        grid = (places * tiles * (heads // repeat) * triton.cdiv(repeat, each), triton.cdiv(dim, config.rows))
         launch(launch_results, grid, tensors, ("x", "B", "C", "z", "out"))
 
 
