@@ -46,6 +46,6 @@ def portable(problem, target) -> Config:
         operand=operand,
         num_warps=4,
         num_stages=2,
-        states_warps=4,
+        states_warps=8,
         states_stages=3,
     )
