@@ -295,13 +295,13 @@ def weighted(scores, gap, size, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def head_result(
-    c, own, past, before, at_x, at_sizes, at_sums, at_s, at_D, at_z, at_out, x_step, mask, in_rows, in_columns,
+    c, own, past, seen, at_x, at_sizes, at_sums, at_s, at_D, at_z, at_out, x_step, mask, in_rows, in_columns,
     PAST: tl.constexpr, WIDE_D: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y of a tile of a head: from the state before the chunk, the tile in front, and its own tokens. Stored.
 
     own, past : products of the tile's C with its own B and that of the tile in front, which is there if PAST.
-    before : whether a token is seen by another. x_step : elements from a tile to the next.
+    seen : whether a token comes before another, or is it. x_step : elements from a tile to the next.
     """
     size = tl.load(at_sizes)
     sum = tl.load(at_sums)
@@ -311,14 +311,14 @@ def head_result(
     if PAST:
         past_size = tl.load(at_sizes - TILE)
         past_sum = tl.load(at_sums - TILE)
-        past_x = tl.load(at_x - x_step, in_rows[None, :] & (tl.arange(0, TILE) >= 0)[:, None], other=0)
+        past_x = tl.load(at_x - x_step, in_rows[None, :], other=0)
         last = tl.sum(tl.where(tl.arange(0, TILE) == TILE - 1, past_sum, 0), 0)
         y = tl.dot(c, s, input_precision=PRECISION) * tl.exp2(last + sum)[:, None]
         scores = weighted(past, sum[:, None] + (last - past_sum)[None, :], past_size, OPERAND, PRECISION)
         y = tl.dot(scores, past_x.to(OPERAND), y, input_precision=PRECISION)
     else:
         y = tl.dot(c, s, input_precision=PRECISION) * tl.exp2(sum)[:, None]
-    gap = tl.where(before, sum[:, None] - sum[None, :], float("-inf"))
+    gap = tl.where(seen, sum[:, None] - sum[None, :], float("-inf"))
     y = tl.dot(weighted(own, gap, size, OPERAND, PRECISION), xs.to(OPERAND), y, input_precision=PRECISION)
     if at_D is not None:
         if WIDE_D:
@@ -438,7 +438,7 @@ def results_kernel(
                     head, end, of, row, in_rows, False, WIDE_D, CHUNK, TILE, STATES, OPERAND, PRECISION,
                 )  # fmt: skip
             else:
-                b = tl.load(at_B - TILE * B_by.token, in_columns[None, :] & (i >= 0)[:, None], other=0).to(OPERAND)
+                b = tl.load(at_B - TILE * B_by.token, in_columns[None, :], other=0).to(OPERAND)
                 past = tl.dot(c, tl.trans(b), input_precision=PRECISION)
                 results_of(
                     own, past, c, tile, at_x, at_z, at_out, x_by, z_by, out_by, D, sizes, sums, states, place, left,
@@ -453,9 +453,9 @@ _INPUTS = dict.fromkeys(("x_by", "dt_by", "B_by", "C_by", "z_by", "out_by"), ("r
 _PLACES = _INPUTS | dict.fromkeys(("source_by", "state_by", "marks_by"), ("slot", "head", "row"))
 _SIZES = ("sequences", "tokens", "chunks", "heads", "repeat", "each", "dim", "dstate", "slots", "marks", "places")
 # Heads of a program of steps_kernel.
-_HEADS = 32
+HEADS_OF_STEPS = 32
 # Programs of results_kernel that fill a chip: two for each of 132 multiprocessors.
-_PROGRAMS = 264
+PROGRAMS = 264
 
 
 def _states_dtype(problem, config) -> str:
@@ -502,7 +502,7 @@ def _build(kernel, problem, config, num_warps: int, num_stages: int = 1) -> Buil
         "WIDE_D": problem.wide_d,
         "CHUNK": config.chunk,
         "TILE": config.tile,
-        "HEADS": _HEADS,
+        "HEADS": HEADS_OF_STEPS,
         "ROWS": config.rows,
         "COLUMNS": config.columns,
         "STATES": power_of_two(problem.dstate, 16),
@@ -541,7 +541,7 @@ def run(problem, config, tokens, layer, pool, out, marks=None):
     wanted = 0 if marks is None else marks.tokens.shape[1]
     slots = n if pool.read is None else len(pool.source)
     repeat = heads // tokens.B.shape[2]
-    each = min(repeat, max(1, places * heads // _PROGRAMS))
+    each = min(repeat, max(1, places * heads // PROGRAMS))
     rest = slots, wanted, 0 if marks is None else len(marks.out)
     counts = n, length, chunks, heads, repeat, each, dim, problem.dstate, *rest
     by = {name: strides(getattr(tokens, name), (0, 1, 2)) for name in ("x", "dt", "B", "C", "z")}
@@ -553,7 +553,7 @@ def run(problem, config, tokens, layer, pool, out, marks=None):
 
     if places:
         tensors = tokens.dt, layer.A, layer.bias, tokens.offsets, sizes, sums, weights, logs
-        launch(launch_steps, (places, triton.cdiv(heads, _HEADS)), tensors, ("dt",), layer.least, layer.most)
+        launch(launch_steps, (places, triton.cdiv(heads, HEADS_OF_STEPS)), tensors, ("dt",), layer.least, layer.most)
     inputs = x, tokens.B, tokens.offsets, pool.read, pool.source
     blocks = triton.cdiv(dim, config.rows) * triton.cdiv(problem.dstate, config.columns)
     tensors = *inputs, pool.state, weights, logs, states

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flashinfer.mamba import SSDCombined, selective_state_update, ssd_combined_fwd
+from flashinfer.ops.recurrent.ssd import portable
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 
@@ -193,6 +194,20 @@ def test_bits_depend_on_nothing_else(backend, device, chunk):
         parts.append(part)
     assert_bitwise(torch.cat(parts, 1), out[:, rows[0] : rows[-1] + 1])
     assert_bitwise(state[0], final[1])
+
+
+@pytest.mark.parametrize("programs", [1, 6])
+def test_bits_do_not_depend_on_the_heads_of_a_program(device, monkeypatch, programs):
+    """Long batches have several heads of a group in a program, which two heads a time do not divide here."""
+    prompt = Prompt([70, 3], device, heads=6, groups=2, dtype=BF16)
+    states = prompt.states()
+    expected, last = prompt.run(states, "portable")
+    monkeypatch.setattr(portable, "PROGRAMS", programs)
+    out, final = prompt.run(states, "portable")
+    assert_bitwise(out, expected)
+    assert_bitwise(final, last)
+    for i in range(2):
+        prompt.near(i, states[i], out, final[i], 4 * 2.0**-8)
 
 
 @backends
