@@ -297,7 +297,9 @@ class _Interpreted:
         check_arguments(self._name, self._build, args, _first_tensor(args).device)
         values = dict(zip(self._build.types, map(_for_interpreter, args), strict=True)) | self._constants
         with _one_interpreter:
-            self._build.kernel[tuple(grid)](**compiler.grouped(values))
+            # A card's launch takes three numbers; the interpreter would take fewer.
+            x, y, z = grid
+            self._build.kernel[x, y, z](**compiler.grouped(values))
 
     def hold(self, grid: tuple[int, int, int], args: tuple, moving: tuple[str, ...]) -> Callable:
         places = _places(self._name, self._build, moving)

@@ -63,7 +63,7 @@ class Sm90Config:
     num_warps, num_stages : int
         Compiler options.
     programs : int
-        Programs per multiprocessor that the keys of a group of queries are shared out for.
+        Programs that a multiprocessor holds at once, for which the keys of a group of queries are shared out.
     """
 
     queries: int
@@ -83,7 +83,9 @@ def choose_sm90(p, target: Target) -> Sm90Config:
     size = heads * power_of_two(p.head_dim, 32) * (1 if p.qk_format == "fp8" else 2)
     most = max(1, min(_COLUMNS // heads, _QUERY_BYTES // size))
     queries = most if p.page_size == 0 else min(most, power_of_two(p.tokens))
-    return Sm90Config(queries, heads, block_n=64, num_warps=4, num_stages=3, programs=4)
+    # By registers and shared memory: 64 registers a thread and 34 KiB, 120 and 42 KiB, 255 and 58 KiB.
+    programs = 2 if queries * heads > 128 else 4 if queries * heads > 64 else 6
+    return Sm90Config(queries, heads, block_n=64, num_warps=4, num_stages=3, programs=programs)
 
 
 def refuses_sm90(p, target: Target) -> str:

@@ -553,7 +553,7 @@ def run(problem, config, tokens, layer, pool, out, marks=None):
 
     if places:
         tensors = tokens.dt, layer.A, layer.bias, tokens.offsets, sizes, sums, weights, logs
-        launch(launch_steps, (places, triton.cdiv(heads, HEADS_OF_STEPS)), tensors, ("dt",), layer.least, layer.most)
+        launch(launch_steps, (places, triton.cdiv(heads, HEADS_OF_STEPS), 1), tensors, ("dt",), layer.least, layer.most)
     inputs = x, tokens.B, tokens.offsets, pool.read, pool.source
     blocks = triton.cdiv(dim, config.rows) * triton.cdiv(problem.dstate, config.columns)
     tensors = *inputs, pool.state, weights, logs, states
@@ -565,7 +565,7 @@ def run(problem, config, tokens, layer, pool, out, marks=None):
     if places:
         tensors = x, *tokens[2:5], layer.D, tokens.offsets, pool.read, sizes, sums, states, out
         tiles = config.chunk // config.tile
-        grid = (places * tiles * (heads // repeat) * triton.cdiv(repeat, each), triton.cdiv(dim, config.rows))
+        grid = (places * tiles * (heads // repeat) * triton.cdiv(repeat, each), triton.cdiv(dim, config.rows), 1)
         launch(launch_results, grid, tensors, ("x", "B", "C", "z", "out"))
 
 
