@@ -26,9 +26,11 @@ from flashinfer._core import env, target
 from flashinfer._core.alike import like
 from flashinfer._core.replay import VALUES, Recording, recording
 
-# Signatures that are kept of one function and thread, calls of one that differ in their tensors, and the recordings of a
-# signature that may fail.
-_MOST, _MOST_ALIKE, _MOST_FAILED = 4096, 16, 4
+# Signatures that are kept of one function and thread; calls of one that differ in their tensors, as those of layers do
+# whose sinks do; recordings of one, with those that failed or were dropped.
+_MOST, _MOST_ALIKE, _MOST_RECORDED = 4096, 128, 512
+# A recording that fails counts for so many: the next would fail, too.
+_FAILED = 128
 _debug = env.DEBUG.reader()
 
 
@@ -67,7 +69,7 @@ class DirectRecording(Recording):
 
 class _Calls(threading.local):
     def __init__(self):
-        # By signature: how many recordings failed, and what was recorded, the latest first.
+        # By signature: how many recordings were made, and those that are kept, the latest first.
         self.known: dict[tuple, tuple[int, list[_Kept]]] = {}
 
 
@@ -162,10 +164,8 @@ def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[
                     return function(*args, **given)
             if torch.cuda.is_current_stream_capturing():
                 return function(*args, **given)
-            key = (
-                layout, layout.others(values), first.shape, torch._C._cuda_getCurrentRawStream(first.get_device()), _debug(),
-                target.overridden(),
-            )  # fmt: skip
+            stream = torch._C._cuda_getCurrentRawStream(first.get_device())
+            key = layout, layout.others(values), first.shape, stream, _debug(), target.overridden()
             known = calls.known
             before = known.get(key)
             if before is None:
@@ -175,21 +175,20 @@ def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[
                 known[key] = 0, []
                 return result
             addresses = [x.data_ptr() for x in tensors]
-            for kept in before[1]:
-                if kept.like(*tensors):
-                    if _may_repeat(kept, addresses):
-                        return kept.repeat(tensors, addresses)
-                    return function(*args, **given)
-            failed, alike = before
-            if failed >= _MOST_FAILED:
+            count, alike = before
+            for kept in alike:
+                if _lie_alike(kept, addresses) and kept.like(*tensors):
+                    if kept.writes and not _lie_apart(kept, addresses):
+                        return function(*args, **given)
+                    return kept.repeat(tensors, addresses)
+            if count >= _MOST_RECORDED:
                 return function(*args, **given)
             with DirectRecording() as recorded:
                 result = function(*args, **given)
             outputs = [x for name, x in zip(names, args) if name in writes] + [given.get(name) for name in writes]
             kept = _kept(recorded, tensors, addresses, [x for x in outputs if isinstance(x, torch.Tensor)], result)
-            if kept is None:
-                known[key] = failed + 1, alike
-            else:
+            known[key] = count + (_FAILED if kept is None else 1), alike
+            if kept is not None:
                 alike.insert(0, kept)
                 del alike[_MOST_ALIKE:]
             return result
@@ -200,19 +199,22 @@ def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[
     return decorate
 
 
-def _may_repeat(kept: _Kept, addresses: list[int]) -> bool:
-    low = 0
-    for at in addresses:
-        low |= at
-    if low % 16 or any(kept.low):
-        if [at % 16 for at in addresses] != kept.low:
-            return False
+def _lie_alike(kept: _Kept, addresses: list[int]) -> bool:
+    """Whether what does not move is where it was, and addresses are aligned as they were."""
     for i, at in kept.stays:
         if addresses[i] != at:
             return False
     for i, j in kept.same:
         if addresses[i] != addresses[j]:
             return False
+    low = 0
+    for at in addresses:
+        low |= at
+    return not (low % 16 or any(kept.low)) or [at % 16 for at in addresses] == kept.low
+
+
+def _lie_apart(kept: _Kept, addresses: list[int]) -> bool:
+    """Whether outputs are outside of all other tensors."""
     for i, size, others in kept.writes:
         begin = addresses[i]
         end = begin + size
@@ -268,7 +270,7 @@ def _kept(recorded: Recording, tensors: list, addresses: list[int], outputs: lis
     repeat = _repeat(launches, makers, tensors[0].device, returned, type(result), several)
     same = [(i, addresses.index(at)) for i, at in enumerate(addresses) if addresses.index(at) != i]
     kept = _Kept(like(*tensors), [at % 16 for at in addresses], list(stays.items()), same, writes, repeat)
-    return kept if _may_repeat(kept, addresses) else None
+    return kept if _lie_apart(kept, addresses) else None
 
 
 def _place(x: torch.Tensor | None, bases: list[int], storages: list[int]) -> tuple[int, int] | None:

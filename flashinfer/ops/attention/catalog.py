@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashinfer.ops.attention.problem import Problem
+from flashinfer.ops.attention.problem import REQUESTS, Problem
 from flashinfer.ops.formats import KV_FORMATS
 
 _BASE = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16)
@@ -23,6 +23,12 @@ def decode_problems() -> Iterator[Problem]:
     base = replace(_BASE, rows=16)
     for dims in _COMMON:
         yield _sized(base, dims)
+    # Calls without a plan.
+    for requests in REQUESTS:
+        for dims in _COMMON:
+            yield replace(_sized(base, dims), requests=requests)
+        yield replace(base, kv_dtype="fp8e4nv", requests=requests)
+    yield replace(base, mask="causal", rows=32, window=True, sinks=True, lse=True, requests=REQUESTS[-1])
     for dims in _ODD:
         yield replace(_sized(base, dims), lse=True)
     yield replace(base, kv_dtype="fp8e4nv")

@@ -1,4 +1,4 @@
-"""Counters that begin at zero and that kernels leave at zero, in captured streams too, without a launch that clears them."""
+"""Counters that begin at zero and that kernels leave at zero, in captures too, without a launch that clears them."""
 
 from __future__ import annotations
 

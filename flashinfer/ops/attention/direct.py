@@ -105,7 +105,8 @@ def _plan_of(kernels: Kernels, given: torch.Tensor | None = None) -> Plan:
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             scratch = partial(torch.empty, dtype=torch.uint8, device=device)
-            return Plan(kernels, scratch if given is None else partial(_scratch, given, scratch), slopes, debug, direct=True)
+            scratch = scratch if given is None else partial(_scratch, given, scratch)
+            return Plan(kernels, scratch, slopes, debug, direct=True)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     plans = _kept.__dict__.setdefault("plans", OrderedDict())
     key = kernels, stream, debug, None if given is None else (given.data_ptr(), given.numel())

@@ -20,7 +20,7 @@ Q_DTYPES = ("bf16", "fp16", "fp32", *FP8)
 LATENT_Q_DTYPES = ("bf16", "fp16", *FP8)
 
 
-# Problem.requests that are compiled for: one, and two for each lane of a warp.
+# Values of Problem.requests beside 0: one, and two for each lane of a warp.
 REQUESTS = (1, 64)
 
 

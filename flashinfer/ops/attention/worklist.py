@@ -111,8 +111,10 @@ class WorkList:
         Problem.requests of the kernel that takes the batch of the last `fill`: 0 for one that reads the list.
     """
 
-    def __init__(self, problem, config, policy: SplitPolicy, limits: Limits, num_kv_heads: int, scratch,
-                 device: torch.device, window_left: int = -1, mixed: bool = False, reads_lengths: bool = False):  # fmt: skip
+    def __init__(
+        self, problem, config, policy: SplitPolicy, limits: Limits, num_kv_heads: int, scratch, device: torch.device,
+        window_left: int = -1, mixed: bool = False, reads_lengths: bool = False,
+    ):  # fmt: skip
         self._problem, self._config, self._policy, self._limits = problem, config, policy, limits
         self._window_left, self._mixed = window_left, mixed
         self.num_kv_heads = num_kv_heads
@@ -188,8 +190,8 @@ class WorkList:
             return {"work.items": self.items, "work.counts": self.counts, "work.arrivals": self.arrivals}
         policy = self._policy
         values = (
-            table.batch_size, table.q_len, table.kv_stride, policy.least_split, policy.least_alone or policy.least_split,
-            policy.share, policy.whole, policy.abreast,
+            table.batch_size, table.q_len, table.kv_stride, policy.least_split,
+            policy.least_alone or policy.least_split, policy.share, policy.whole, policy.abreast,
         )  # fmt: skip
         named = {f"work.{name}": value for name, value in zip(OF_LENGTHS, values, strict=True)}
         return {"work.arrivals": self.arrivals, "work.kv_lens": table.kv_lens, **named}

@@ -55,15 +55,16 @@ def context(batch=BATCH, most=40, **others):
 def cudnn(batch=BATCH, most=40, **others):
     given = dict(max_sequence_kv=most, actual_seq_lens_kv=lengths(batch), block_tables=blocks(batch),
                  out=halves(batch, 4, 64)) | others  # fmt: skip
-    return flashinfer.cudnn_batch_decode_with_kv_cache, (
-        halves(batch, 4, 64), *caches("HND"), 0.125, workspace(),
-    ), given  # fmt: skip
+    tensors = halves(batch, 4, 64), *caches("HND"), 0.125, workspace()
+    return flashinfer.cudnn_batch_decode_with_kv_cache, tensors, given
 
 
 def cudnn_prefill(batch=BATCH, most=40, **others):
     lens = torch.full((batch,), 4, dtype=torch.int32)
-    given = dict(max_token_per_sequence=4, max_sequence_kv=most, actual_seq_lens_q=lens, actual_seq_lens_kv=lens.clone(),
-                 block_tables=blocks(batch), causal=True, return_lse=False, out=halves(4 * batch, 4, 64)) | others  # fmt: skip
+    given = dict(
+        max_token_per_sequence=4, max_sequence_kv=most, actual_seq_lens_q=lens, actual_seq_lens_kv=lens.clone(),
+        block_tables=blocks(batch), causal=True, return_lse=False, out=halves(4 * batch, 4, 64),
+    ) | others  # fmt: skip
     return flashinfer.prefill.cudnn_batch_prefill_with_kv_cache, (
         halves(4 * batch, 4, 64), *caches("HND"), 0.125, workspace(),
     ), given  # fmt: skip
@@ -85,8 +86,10 @@ def xqa_latent(batch=BATCH):
     ), {}  # fmt: skip
 
 
-CASES = dict(decode=decode, xqa_decode=lambda **o: decode("xqa_batch_decode_with_kv_cache", **o), xqa=xqa,
-             context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill, latent=latent, xqa_latent=xqa_latent)  # fmt: skip
+CASES = dict(
+    decode=decode, xqa_decode=lambda **others: decode("xqa_batch_decode_with_kv_cache", **others), xqa=xqa,
+    context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill, latent=latent, xqa_latent=xqa_latent,
+)  # fmt: skip
 
 
 def addresses_of(given):
@@ -139,7 +142,7 @@ def like_an_earlier_one(card, name):
 def other_sizes(card, name):
     """Other batches and tables come between, each with launches of its own."""
     case = CASES[name]
-    for batch in (3, 5, 3, 300, 5, 3, 300, 3):
+    for batch in (3, 5, 1, 300, 5, 3, 300, 1):
         same_as_in_full(card, case(batch=batch))
     if name == "decode":
         for width in (4, 9, 4, 40, 9):
@@ -202,6 +205,11 @@ def what_moves_and_what_stays(card):
     kept = torch.zeros(4)
     for _ in range(4):
         same_as_in_full(card, decode(sinks=kept))
+    # Each layer has its own, and its replay.
+    layers = [torch.zeros(4) for _ in range(20)]
+    for turn in range(4):
+        for sinks in layers:
+            same_as_in_full(card, decode(sinks=sinks), 0 if turn > 1 else None)
     for change in (dict(bmm1_scale=torch.ones(1)), dict(bmm2_scale=0.0), dict(bmm2_scale=-0.0)):
         made = decode(**change)
         for _ in range(4):
@@ -230,31 +238,37 @@ def workspaces_of_latent_attention(card):
 
 
 def streams_threads_and_captures(card):
-    """Work lists are of a stream and a thread; in a capture they are the graph's."""
-    made = decode()
-    repeated(made)
+    """Work lists and counters are of a stream and a thread; in a capture they are the graph's."""
+    # A small batch has no list, but counters; both are the eighth parameter.
+    for made, count in ((decode(), 1), (decode(batch=80), 2)):
+        repeated(made)
 
-    def items():
-        schedule, attend = (words(launch) for launch in card.made(lambda: made[0](*made[1], **made[2])))
-        assert schedule[0] in attend
-        return schedule[0]
+        def memory(made=made, count=count):
+            launches = card.made(lambda: made[0](*made[1], **made[2]))
+            assert len(launches) == count
+            return words(launches[-1])[7]
 
-    mine = {items() for _ in range(4)}
-    assert len(mine) == 1
-    card.stream = 9
-    try:
-        others = [items() for _ in range(4)]
-    finally:
-        card.stream = 7
-    card.capture, card.known = 5, True
-    try:
-        others += [items() for _ in range(4)]
-    finally:
-        card.capture, card.known = None, False
-    thread = threading.Thread(target=lambda: others.extend([items() for _ in range(4)]))
-    thread.start()
-    thread.join()
-    assert len(others) == 12 and items() in mine and not mine & {*others}
+        mine = {memory() for _ in range(4)}
+        assert len(mine) == 1
+        card.stream = 9
+        try:
+            others = [memory() for _ in range(4)]
+        finally:
+            card.stream = 7
+        card.capture, card.known = 5 + count, True
+        try:
+            others += [memory() for _ in range(4)]
+            card.capture += 10
+            others += [memory() for _ in range(4)]
+        finally:
+            card.capture, card.known = None, False
+        if count == 1:
+            # Calls of one capture run in turn. Those of another graph may run beside them.
+            assert len({*others[4:8]}) == len({*others[8:]}) == 1 and others[4] != others[8]
+        thread = threading.Thread(target=lambda memory=memory: others.extend([memory() for _ in range(4)]))
+        thread.start()
+        thread.join()
+        assert len(others) == 16 and memory() in mine and not mine & {*others}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -267,8 +281,13 @@ def test_other_sizes_between(name, on_card):
     on_card(other_sizes, name)
 
 
-@pytest.mark.parametrize("case", (new_outputs, what_is_refused, what_moves_and_what_stays, workspaces_of_latent_attention,
-                                  streams_threads_and_captures))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    (
+        new_outputs, what_is_refused, what_moves_and_what_stays, workspaces_of_latent_attention,
+        streams_threads_and_captures,
+    ),
+)  # fmt: skip
 def test_replays(case, on_card):
     on_card(case)
 
