@@ -104,7 +104,7 @@ def add(x, y):
 
 
 @gluon.jit
-def rows_of(at, by_token, left, KEYS: gl.constexpr):
+def _rows(at, by_token, left, KEYS: gl.constexpr):
     """The rows [64, KEYS] of a chunk, 0 past its `left` tokens."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KEYS, KEYS // 8], [4, 1], [1, 0])
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
@@ -113,7 +113,7 @@ def rows_of(at, by_token, left, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def inverse_norms(x):
+def _inverse_norms(x):
     wide = x.to(gl.float32)
     return gl.rsqrt(gl.sum(wide * wide, 1) + 1e-6)
 
@@ -330,8 +330,8 @@ def prepare_heads_kernel(
         logs = gl.allocate_shared_memory(gl.float32, [GROUP // HEADS, HEADS * TOKENS], FLAT)
         betas = gl.allocate_shared_memory(gl.float32, [GROUP // HEADS, HEADS * TOKENS], FLAT)
 
-        k_rows = rows_of(at_k, k_by.token, left, KEYS)
-        q_rows = rows_of(at_q, q_by.token, left, KEYS)
+        k_rows = _rows(at_k, k_by.token, left, KEYS)
+        q_rows = _rows(at_q, q_by.token, left, KEYS)
         head = first_head + gl.arange(0, GROUP, gl.SliceLayout(1, VALUES))
         token = gl.arange(0, TOKENS, gl.SliceLayout(0, VALUES))
         inside = (token < left)[None, :] & (head >= 0)[:, None]
@@ -349,8 +349,8 @@ def prepare_heads_kernel(
         k_tile.store(k_rows)
         q_tile.store(q_rows)
         if NORMALIZE:
-            k_norms.store(inverse_norms(k_rows))
-            q_norms.store(inverse_norms(q_rows))
+            k_norms.store(_inverse_norms(k_rows))
+            q_norms.store(_inverse_norms(q_rows))
         fence_async_shared()
         none = gl.zeros([TOKENS, TOKENS], gl.float32, SQUARE)
         kk = warpgroup_mma(k_tile, k_tile.permute([1, 0]), none, use_acc=False, is_async=True)

@@ -16,20 +16,12 @@ Method: Kimi Team, Kimi Linear, 2025.
 
 from dataclasses import dataclass
 
-from flashinfer._core.gluon_compat import (
-    block_barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from flashinfer._core.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.sm90_prepare import (
     BLOCK,
-    FLAT,
     FLAT_2D,
     LEAST,
     LOG2E,
@@ -38,19 +30,14 @@ from flashinfer.ops.recurrent.delta.sm90_prepare import (
     VALUES,
     add,
     betas_of,
-    inverse_norms,
     join_16,
     join_32,
     make_slots,
-    rows_of,
     store_inverse,
     store_lower,
     substitute,
     types_of,
 )
-
-FLAT_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-
 
 @gluon.constexpr_function
 def _wide(keys: int):
@@ -62,15 +49,6 @@ def _wide(keys: int):
 def _load(at, by_token, token, column, left):
     """Rows [block, token, channel] in float32, 0 outside."""
     return gl.load(at + token * by_token + column, token < left, other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def _normal(at, by_token, token, column, left, norms, NORMALIZE: gl.constexpr):
-    """Rows as _load has them, times the inverse norms [64] of tokens."""
-    x = _load(at, by_token, token, column, left)
-    if NORMALIZE:
-        x *= norms.reshape([4, BLOCK]).load(gl.SliceLayout(2, x.type.layout))[:, :, None]
-    return x
 
 
 @gluon.jit
@@ -93,6 +71,11 @@ def _logs(gate, rate, numbers, GATE: gl.constexpr):
         return (numbers.lower * LOG2E) * _reciprocal(1.0 + _exp2(gate * (rate * -LOG2E)))
     log = gl.log(gate) if GATE == "linear" else log_decay(gate, rate, numbers, GATE)
     return gl.maximum(log, LEAST) * LOG2E
+
+
+@gluon.jit
+def _unit(x):
+    return x * gl.rsqrt(gl.sum(x * x, 2) + 1e-6)[:, :, None]
 
 
 @gluon.jit
@@ -166,13 +149,9 @@ def prepare_channels_kernel(
         at_gate = gate + origin * gate_by.row + first * gate_by.token + head // of.gate_group * gate_by.head
         log = _load(at_gate, gate_by.token, token, column, left)
         at_k = k + origin * k_by.row + first * k_by.token + head // of.k_group * k_by.head
+        key = _load(at_k, k_by.token, token, column, left)
         at_q = q + origin * q_by.row + first * q_by.token + head // of.q_group * q_by.head
-        k_norms = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT)
-        q_norms = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT)
-        if NORMALIZE:
-            # In a layout of their own, 16 bytes a thread.
-            k_norms.store(inverse_norms(rows_of(at_k, k_by.token, left, KEYS)))
-            q_norms.store(inverse_norms(rows_of(at_q, q_by.token, left, KEYS)))
+        query = _load(at_q, q_by.token, token, column, left)
         at_beta = beta
         if BETA != "":
             at_beta = beta + origin * beta_by.row + first * beta_by.token
@@ -183,16 +162,21 @@ def prepare_channels_kernel(
         KIND: gl.constexpr = "" if BETA == "channels" else BETA
         betas.store(betas_of(at_beta, beta_by, heads, at, inside, of, KIND))
 
+        if NORMALIZE:
+            key = _unit(key)
+            query = _unit(query)
+        query *= numbers.scale
+        erase = key
+        if BETA == "channels":
+            at_beta += head // of.beta_group * beta_by.head
+            erase = key * _load(at_beta, beta_by.token, token, column, left)
         rate = 0.0
         if a_log is not None:
             rate = gl.exp(gl.load(a_log + head // of.rate_group).to(gl.float32))
         if bias is not None:
             log += gl.load(bias + head // of.bias_group * KEYS + column).to(gl.float32)
         log = gl.where(token < left, _logs(log, rate, numbers, GATE), 0.0)
-        # Sums wait in shared memory, where operands of products come later. Each pass over elements reads them, and
-        # keys or queries, again: in registers they would leave room for two programs, not three.
-        sums = gl.allocate_shared_memory(gl.float32, [4, BLOCK, KEYS], FLAT_3D)
-        sums.store(gl.associative_scan(log, 1, add))
+        sums = gl.associative_scan(log, 1, add)
         whole = gl.sum(log, 1)
 
         # The total decay of each block, and reference points: the starts and ends of blocks as whole exponents.
@@ -210,28 +194,18 @@ def prepare_channels_kernel(
 
         OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, KEYS], gl.bfloat16)
         keys = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
-        row = place * (TOKENS * KEYS) + token * KEYS + column
-        block_barrier()
-        key = _normal(at_k, k_by.token, token, column, left, k_norms, NORMALIZE)
-        to_end = key * _exp2((to_here - begin)[:, None, :] - sums.load(WIDE))
+        to_end = key * _exp2((to_here - begin)[:, None, :] - sums)
         keys.store(to_end.to(gl.bfloat16).reshape([TOKENS, KEYS]))
-        gl.store(rows_last + row, (to_end * _exp2(total - to_here)[:, None, :]).to(gl.bfloat16))
+        since = _exp2(sums + (begin - from_here)[:, None, :])
+        erase = (erase * since).to(gl.bfloat16)
+        query = (query * since).to(gl.bfloat16)
 
-        # ptxas would move the next pass's loads up, and spill what they load.
-        block_barrier()
-        before = _exp2(from_here).to(gl.bfloat16)[:, None, :]
-        key = _normal(at_k, k_by.token, token, column, left, k_norms, NORMALIZE)
-        if BETA == "channels":
-            at_beta += head // of.beta_group * beta_by.head
-            key *= _load(at_beta, beta_by.token, token, column, left)
-        erase = (key * _exp2(sums.load(WIDE) + (begin - from_here)[:, None, :])).to(gl.bfloat16)
-        gl.store(rows_k + row, erase * before)
-
-        block_barrier()
-        query = _normal(at_q, q_by.token, token, column, left, q_norms, NORMALIZE) * numbers.scale
-        query = (query * _exp2(sums.load(WIDE) + (begin - from_here)[:, None, :])).to(gl.bfloat16)
-        gl.store(rows_q + row, query * before)
         gl.store(factors + place * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, BLOCKS))[None, :], _exp2(total))
+        row = place * (TOKENS * KEYS) + token * KEYS + column
+        before = _exp2(from_here).to(gl.bfloat16)[:, None, :]
+        gl.store(rows_k + row, erase * before)
+        gl.store(rows_q + row, query * before)
+        gl.store(rows_last + row, (to_end * _exp2(total - to_here)[:, None, :]).to(gl.bfloat16))
 
         of_keys = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
         of_queries = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
@@ -256,9 +230,9 @@ def prepare_channels_kernel(
 
 @dataclass(frozen=True)
 class ChannelsConfig:
-    """registers : maximum registers a thread; 168 leave room for three programs on a multiprocessor."""
+    """registers : maximum registers a thread."""
 
-    registers: int = 168
+    registers: int = 255
 
 
 CONFIGS = (ChannelsConfig(),)
