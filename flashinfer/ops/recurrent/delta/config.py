@@ -42,6 +42,18 @@ def step(problem, target) -> Config:
     return Config(max(4, min(value, 1024 // key)), 1, capability, target.pdl)
 
 
+def with_many(problem, config: Config) -> Config | None:
+    """The config of a step with many programs: twice the rows; None where there is none.
+
+    A row's instructions are the same, and so are its bits.
+    """
+    if problem.tokens or problem.norm or config.num_warps > 1 or config.capability or config.rows < 8:
+        return None
+    if not problem.aligned or problem.layout != "k" or 2 * config.rows > problem.value_dim:
+        return None
+    return replace(config, rows=2 * config.rows)
+
+
 def layer(problem, target) -> Config:
     # The norm is over all values of a head, so one program has the whole state, which takes 64 registers a thread.
     # Where no dimension is contiguous each element has its own address. With four times the warps K 64 spills nothing

@@ -4,6 +4,7 @@ commit of a verification (commit.py). That of `Chunks`, the prefill, is chunks.p
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops.recurrent.delta import Commit
 from flashinfer.ops.recurrent.delta.commit import commit, launch_commit
+from flashinfer.ops.recurrent.delta.config import with_many
 from flashinfer.ops.recurrent.delta.step import launch_step, step
 from flashinfer.ops.recurrent.delta.tree import launch_tree, tree
 
@@ -16,6 +17,9 @@ def kernels(problem, config):
         yield launch_commit, problem, config
     else:
         yield launch_tree if problem.tokens else launch_step, problem, config
+        many = with_many(problem, config)
+        if many is not None:
+            yield launch_step, problem, many
 
 
 def run(problem, config, *args):

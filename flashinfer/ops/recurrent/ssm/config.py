@@ -31,6 +31,14 @@ def update(problem, target) -> Config:
     return Config(rows, max(1, rows * columns // 1024), many.capability, target.pdl)
 
 
+def with_many(problem, config: Config) -> Config | None:
+    """The config of an update with many programs: twice the rows; None where there is none. A row's bits are the
+    same."""
+    if config.num_warps > 1 or config.capability or problem.rounds or not problem.aligned:
+        return None
+    return replace(config, rows=2 * config.rows) if 8 <= config.rows and 2 * config.rows <= problem.dim else None
+
+
 def replay(problem, target) -> Config:
     # Elements of the state in a program of 4 warps. 4096 are 32 registers a thread, and 16 KiB of loads in flight.
     # Unaligned rows need an address for each element, and stochastic rounding Philox's words: 1024. An A for each

@@ -1,0 +1,63 @@
+"""Steps with many programs have twice the rows in each: a request has the bits that it has alone."""
+
+from functools import partialmethod
+
+import pytest
+import torch
+
+from flashinfer._core.dispatch import Op
+from flashinfer._core.target import target_of
+from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+from flashinfer.mamba import selective_state_update
+from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_bitwise
+
+BF16 = torch.bfloat16
+HEADS, ROWS, COLUMNS = 2, 32, 128
+# Programs of 8 rows of a request.
+PROGRAMS = HEADS * ROWS // 8
+
+
+def batch_of(many: int, device) -> int:
+    return many * target_of(device).sms // PROGRAMS + 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_of_delta_rules(device, dtype):
+    # Kernels' modules import Triton, which the interpreter's setting has to precede.
+    from flashinfer.ops.recurrent.delta.step import _MANY
+
+    n = batch_of(_MANY, device)
+    q, k = (generate.randn(n, 1, 1, COLUMNS, dtype=BF16, device=device) for _ in range(2))
+    v = generate.randn(n, 1, HEADS, ROWS, dtype=BF16, device=device)
+    a, b = (generate.randn(n, 1, HEADS, dtype=BF16, device=device) for _ in range(2))
+    rate, bias = (generate.randn(HEADS, device=device) for _ in range(2))
+    state = generate.randn(n, HEADS, ROWS, COLUMNS, device=device).to(dtype)
+
+    def step(some):
+        after = state[some].clone()
+        given = q[some], k[some], v[some], after, rate, a[some], bias, b[some]
+        return gated_delta_rule_decode_pretranspose(*given, backend="portable")
+
+    for alone, together in zip(step(slice(n - 1, n)), step(slice(0, n)), strict=True):
+        assert_bitwise(together[-1:].contiguous(), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_of_state_spaces(device, dtype, monkeypatch):
+    from flashinfer.ops.recurrent.ssm.portable import _MANY
+
+    monkeypatch.setattr(Op, "__call__", partialmethod(Op.__call__, backend="portable"))
+    n = batch_of(_MANY, device)
+    x, dt = (generate.randn(n, HEADS, ROWS, dtype=BF16, device=device) for _ in range(2))
+    dt = dt[..., :1].expand(n, HEADS, ROWS)
+    B, C = (generate.randn(n, 1, COLUMNS, dtype=BF16, device=device) for _ in range(2))
+    A = (-torch.rand(HEADS, 1, 1, device=device)).expand(HEADS, ROWS, COLUMNS)
+    state = generate.randn(n, HEADS, ROWS, COLUMNS, device=device).to(dtype)
+
+    def step(some):
+        after = state[some].clone()
+        return selective_state_update(after, x[some], dt[some], A, B[some], C[some], None, dt_softplus=True), after
+
+    for alone, together in zip(step(slice(n - 1, n)), step(slice(0, n)), strict=True):
+        assert_bitwise(together[-1:].contiguous(), alone)
