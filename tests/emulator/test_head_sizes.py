@@ -15,10 +15,10 @@ from tests.ops.attention.oracle import Extras, Options
 NAN = float("nan")
 CAUSAL = Options(causal=True)
 # A second tile of 16, 32 or 64 columns, which the head fills or not, beside one of 64 or 128.
-SIZES = (72, 80, 88, 104, 112, 120, 136, 144, 152, 160)
+SIZES = (72, 80, 88, 104, 112, 120, 136, 144, 152, 160, 192)
 PAGES = ((0, "NHD"), (16, "NHD"), (16, "HND"), (1, "NHD"), (24, "HND"))
 SOURCES = [(dim, *page) for dim in SIZES for page in PAGES if dim < 128 or page[0] in (0, 16)]
-QUICK = ((80, 0, "NHD"), (72, 16, "HND"), (112, 24, "NHD"), (144, 16, "NHD"), (80, 1, "NHD"))
+QUICK = ((80, 0, "NHD"), (72, 16, "HND"), (112, 24, "NHD"), (144, 16, "NHD"), (80, 1, "NHD"), (192, 16, "NHD"))
 
 
 def attended(x, options, seed, page_size=0, kv_layout="NHD", **kwargs):
@@ -57,7 +57,7 @@ def test_neighbours_that_are_nan_quickly(dim, page_size, kv_layout):
     check_poisoned(dim, page_size, kv_layout, 1)
 
 
-OTHERS = ((144, 144), 24), ((168, 168), 16), ((76, 76), 16), ((80, 72), 16), ((56, 56), 16)
+OTHERS = ((144, 144), 24), ((192, 192), 24), ((168, 168), 16), ((76, 76), 16), ((80, 72), 16), ((56, 56), 16)
 
 
 @pytest.mark.parametrize("dims, page_size", OTHERS)

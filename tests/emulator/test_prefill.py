@@ -49,7 +49,7 @@ def test_options(name, dtype, seed):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("dim, dim_vo", ((96, 96), (128, 128), (192, 128), (256, 256)))
+@pytest.mark.parametrize("dim, dim_vo", ((96, 96), (128, 128), (192, 128), (192, 192), (256, 256)))
 def test_head_dims(dim, dim_vo, seed):
     check_ragged(batch(dim, head_dim_vo=dim_vo), Options(causal=True), seed)
 

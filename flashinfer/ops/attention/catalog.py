@@ -63,6 +63,7 @@ def prefill_problems() -> Iterator[Problem]:
     yield replace(base, source="ragged", page_size=0, split=False)
     yield replace(base, source="ragged", page_size=0, head_dim_qk=192, lse=True, group=1)
     yield _sized(base, (96, 96, 1))
+    yield replace(_sized(base, (192, 192, 4)), head_scales=True)
     # Heads narrower than their tiles: a rest of 16, 32 and 64 columns, full and in part, with boxes and gathered.
     half = dict(q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16")
     yield _sized(base, (80, 80, 1))

@@ -60,13 +60,14 @@ class Sm90Config(SplitKnobs):
 
 
 # (head_dim_qk, head_dim_vo) -> block_n, stages, staged: what 227 KiB hold. On an H200 with 16384 keys in bf16,
-# head_dim 128 is 13 to 18 % slower with 64 keys a block, and a third stage gains nothing. At head_dim 256 the
-# accumulators leave registers for 64 keys only.
+# head_dim 128 is 13 to 18 % slower with 64 keys a block, and a third stage gains nothing. From 192 columns of values on
+# the accumulators have 256, which leave registers for 64 keys only.
 _TILES = {
     (64, 64): (128, 4, True),
     (96, 96): (128, 2, True),
     (128, 128): (128, 2, True),
     (192, 128): (128, 2, False),
+    (192, 192): (64, 2, False),
     (256, 256): (64, 2, False),
 }
 # Heads that are narrower than their tiles. From 136 on accumulators have 256 columns. They spill on Triton 3.9 where
@@ -199,7 +200,7 @@ def refuses(p: Problem, target: Target) -> str:
         return "keys go from memory to the tensor cores, with no register between in which to rotate them"
     if p.q_dtype == "fp8e4nv" and not _boxes(p):
         return f"e4m3 in pages of {p.page_size} or strides that make no boxes: no registers are left to gather rows"
-    if _partial(p) and p.head_dim_vo > 128 and not _boxes(p):
+    if 128 < p.head_dim_vo < 256 and not _boxes(p):
         return f"head_dim {p.head_dim_vo} in pages of {p.page_size}, which are no boxes: no registers to gather rows"
     if p.q_dtype == "fp8e4nv" and not p.softmax:
         return "weights without a softmax, which e4m3 may not hold"
