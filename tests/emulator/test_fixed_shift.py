@@ -1,5 +1,7 @@
 """Weights with a fixed shift on Hopper, in the emulator: sums of values that overflow, and attention sinks."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -38,12 +40,12 @@ def test_large_latents(leap):
     latents.check(result, x, mla.SCALE)
 
 
-def products(x):
+def products(x, options=Options(causal=True)):
     """How many products of tiles a causal prefill waits for."""
     waits = []
     with emulate("90a", seed=1, watch=lambda operation, _: waits.append(operation)):
-        result = run_ragged(x, Options(causal=True), "sm90")
-    check(result, x, Options(causal=True))
+        result = run_ragged(x, options, "sm90")
+    check(result, x, options)
     return waits.count("product wait")
 
 
@@ -53,6 +55,15 @@ def test_first_keys_that_outweigh_all_others_are_not_retried():
     plain, first, middle, far = (products(rising("cpu", (130,), (1300,), leap, at, heads=(1, 1)))
                                  for leap, at in ((0.0, [0]), (60.0, [0]), (60.0, [700]), (90.0, [0])))  # fmt: skip
     assert plain == first == middle < far
+
+
+def test_logits_near_a_soft_cap_are_retried():
+    """The short form of tanh takes logits of 0.8 of the cap. A key in a block without a mask that is past it costs the
+    task again; the same key in the first block costs nothing, and no logit is past a cap of 1e8."""
+    row, cap = partial(rising, "cpu", (130,), (700,), heads=(1, 1)), partial(Options, causal=True, logits_soft_cap=50.0)
+    plain, first, far = (products(row(leap, at), cap()) for leap, at in ((0.0, [0]), (45.0, [0]), (45.0, [300])))
+    assert plain == first < far
+    assert products(row(45.0, [300]), cap(logits_soft_cap=1e8)) == plain
 
 
 @pytest.mark.matrix

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer.ops.attention._device.logits import NEAR, near_zero
 from flashinfer.ops.attention._device.logits import _tanh as capped
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
@@ -280,6 +281,23 @@ def test_soft_caps_in_decode(device):
 def tanh_kernel(x, out, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
     tl.store(out + at, capped(tl.load(x + at)))
+
+
+@triton.jit
+def near_zero_kernel(x, out, ratio, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + at, near_zero(tl.load(x + at), ratio))
+
+
+@pytest.mark.parametrize("cap", (0.5, 50.0, 1e8))
+def test_the_short_form_of_tanh(cap, device):
+    """Its relative error is below 2^-22 for logits of up to NEAR times the cap, the smallest ones included."""
+    x = torch.cat((torch.exp2(torch.linspace(-100, 0, 1 << 14, dtype=torch.float64)), torch.linspace(1e-3, 1, 1 << 14)))
+    x = (x * NEAR.value * cap * (1 - 2**-20)).float().to(device)
+    x, out = torch.cat((x, -x)), x.new_empty(2 * len(x))
+    near_zero_kernel[(len(x) // 4096,)](x, out, 1 / cap, 4096)
+    truth = cap * torch.tanh(x.double() / cap)
+    assert ((out.double() - truth).abs() <= 2**-22 * truth.abs()).all()
 
 
 def test_the_tanh_of_soft_caps(device):

@@ -29,6 +29,24 @@ def _tanh(x):
     return x * above * (root * root)
 
 
+# The largest quotient of a logit and its soft cap that `near_zero` takes.
+NEAR = tl.constexpr(0.8)
+
+
+@triton.jit
+def near_zero(s, ratio):
+    """tanh(ratio s) / ratio for |ratio s| up to NEAR: `s` times a polynomial of (ratio s)^2 that is 1 at 0.
+
+    A logit of scale q . k under a soft cap is scale times this, with ratio = scale / soft_cap. Eight instructions,
+    where `_tanh` and its factors are seventeen. The coefficients are a weighted least squares fit whose relative error
+    has equal maxima of 2^-23.8; with float32's rounding it is below 2^-22.4.
+    """
+    x = s * ratio
+    x2 = x * x
+    above = -0.05317631363868713 + x2 * (0.01919076032936573 + x2 * -0.004410883411765099)
+    return s * (1.0 + x2 * (-0.3333286643028259 + x2 * (0.1332276612520218 + x2 * above)))
+
+
 @triton.jit
 def scaled_at(
     s, scale, soft_cap, slopes, distance, UNIT: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr

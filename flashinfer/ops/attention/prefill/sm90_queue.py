@@ -128,7 +128,7 @@ def read_to_end(queue: TaskQueue, n, tasks, settings: Settings):
 @gluon.jit
 def span(record, window_left, BLOCK_N: gl.constexpr, settings: Settings):
     """A work item's first key and its number of key blocks; blocks plain_from to plain_to - 1 need no mask in any
-    row."""
+    row, and under a soft cap are not the first."""
     q_len = gl.load(record + ITEM_Q_LEN)
     kv_len = gl.load(record + ITEM_KV_LEN)
     tile_row = gl.load(record + ITEM_TILE_ROW)
@@ -147,6 +147,9 @@ def span(record, window_left, BLOCK_N: gl.constexpr, settings: Settings):
     plain_from = 0
     if settings.WINDOW:
         plain_from = (gl.maximum(last_pos - window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    if settings.FIXED and settings.SOFT_CAP:
+        # An attention sink may be past what the short form of tanh takes.
+        plain_from = gl.maximum(plain_from, 1)
     if settings.CUSTOM or settings.MASK is not None:
         plain_to = 0
     plain_to = gl.minimum(plain_to, blocks)

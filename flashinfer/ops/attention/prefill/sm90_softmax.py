@@ -9,7 +9,8 @@ There are three loops:
 - with the maximum of each block (`steps`, fp16, and blocks with a mask), the online softmax in base 2;
 - with a fixed shift (`steps`, bf16, blocks without a mask): weights are 2^(logit - maximum), where the maximum is that
   of the blocks before, with a mask. bf16 has the range of float32, so nothing is rescaled. If the sum of a row leaves
-  2^-48 to 2^120, or is NaN, the warpgroup reports it, and the task is retried with the maximum of each block;
+  2^-48 to 2^120, or is NaN, the warpgroup reports it, and the task is retried with the maximum of each block. So it is
+  where a logit is too near a soft cap for the short form of tanh, which this loop has (`_capped`);
 - in e4m3 (`steps_fp8`), whose wgmma accumulates with few bits: P V of each block has its own sum, which is added in
   float32.
 """
@@ -23,7 +24,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashinfer.ops.attention._device.logits import transform, vary, visible
+from flashinfer.ops.attention._device.logits import LOG2E, NEAR, near_zero, transform, vary, visible
 from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, opaque_sum
 
 # A row has 16 partial sums, of every 16th column each, see _fold.
@@ -122,6 +123,20 @@ def _logits(s, view: RowView, params, kv_pos, MASKED: gl.constexpr, settings: Se
 
 
 @gluon.jit
+def _capped(s, sums, view: RowView):
+    """Logits in base 2 of raw products under a soft cap, by the short form of tanh. Returns the partial sums, too: NaN
+    for rows with a logit that it does not take, so that the task is retried.
+
+    A NaN product gives a NaN weight, and so a NaN sum.
+    """
+    ratio = view.scale / view.soft_cap
+    farthest = gl.convert_layout(gl.max(_fold(gl.abs(s), False), 1), ratio.type.layout) * ratio
+    lost = gl.where(gl.abs(farthest) <= NEAR, 0.0, float("nan"))
+    sums += gl.convert_layout(lost, gl.SliceLayout(1, sums.type.layout))[:, None]
+    return near_zero(s, ratio[:, None]) * (view.scale * LOG2E)[:, None], sums
+
+
+@gluon.jit
 def _scores(WG, q, q_rest, k: Ring, step, zeros, settings: Settings):
     """Issue S = Q K^T of one block."""
     stage = k.channel.stage(step)
@@ -203,7 +218,10 @@ def steps(
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
         k.channel.release(step)
-        s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
+        if FIXED and settings.SOFT_CAP and not settings.ALIBI and not settings.VARIED:
+            s, sums = _capped(s, sums, view)
+        else:
+            s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
         if FIXED:
             weights = gl.exp2(s * factor - shifted[:, None])
             sums += _fold(weights, True)
@@ -321,7 +339,7 @@ def attend(
         WG, plain, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols, factor, view,
         params, False, settings.FIXED, settings,
     )  # fmt: skip
-    if settings.WINDOW:
+    if settings.WINDOW or (settings.FIXED and settings.SOFT_CAP):
         acc, p, keep, top, sums, step, start = STEPS(
             WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros,
             cols, factor, view, params, True, False, settings,
