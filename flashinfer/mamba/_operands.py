@@ -120,5 +120,5 @@ def check_seed(seed, rounds: int) -> None:
 
 def is_tied(dt: torch.Tensor, layer: room.Layer) -> bool:
     """Whether dt, A and the bias repeat one value for a head."""
-    repeated = dt.stride(3) == 0 and layer.A.stride()[1:] == (0, 0)
-    return repeated and (layer.bias is None or layer.bias.stride(1) == 0)
+    axes = [(dt, 3), (layer.A, 1), (layer.A, 2), *([] if layer.bias is None else [(layer.bias, 1)])]
+    return all(t.stride(axis) == 0 or t.shape[axis] == 1 for t, axis in axes)

@@ -106,7 +106,7 @@ def ssd_combined_fwd(
     checkpoint_states : torch.Tensor, optional
         [any, heads, dim, dstate] in the dtype of the states; contiguous. Receives them.
     out : torch.Tensor, optional
-        Shape and dtype of x; receives the result.
+        Shape and dtype of x; receives the result. It has no memory of the inputs.
     return_final_states : bool
         Whether states after the last token are wanted.
     num_seqs : int, optional

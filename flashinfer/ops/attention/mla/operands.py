@@ -117,7 +117,7 @@ def _check(plan: Plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, si
         operands.check_on_device(plan, q_nope.shape[0], ckv.shape[0])
     out, lse = operands.outputs(plan, q_nope.shape[0], out, lse, return_lse)
     read = dict(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv, kpe_cache=kpe, sinks=sinks, swa_kv_cache=first_ckv)
-    check_apart([("out", out), ("lse", lse)], read.items())
+    check_apart([("out", out), ("lse", lse)], read.items(), in_place=("q_nope",))
     qk_scale, v_scale = _device_factors(plan, factors)
     return Inputs(
         q_nope, q_pe if of_pe else None, ckv, kpe if of_pe else None, out, lse, plan.table, None, factors.logits,

@@ -1,5 +1,7 @@
 """Replay from a checkpoint and a ring, call after call, against one recurrence in float64 over the accepted tokens."""
 
+import math
+
 import pytest
 import torch
 
@@ -98,6 +100,20 @@ def test_padding_and_narrow_states(variant, device):
     assert_close(out[1], same[1:], truth[1:])
     error = (state[2].double() * scale[2].double()[..., None] - states[0]).abs()
     assert (error <= 0.51 * scale[2].double()[..., None]).all()
+
+
+@pytest.mark.parametrize(("dim", "dstate"), [(1, 4), (4, 1), (1, 1)])
+def test_axes_of_one_element_repeat_a_value_whatever_their_stride(dim, dstate, device):
+    """Torch leaves the stride of such an axis as it was: no stride of 0 says that dt and A have one value for a head."""
+    x, B = torch.ones(1, 2, 2, dim, device=device), torch.ones(1, 2, 1, dstate, device=device)
+    dt = torch.full((1, 2, 2, 1), 0.5, device=device).expand(1, 2, 2, dim)
+    A = torch.full((2, 1, 1), -1.0, device=device).expand(2, dim, dstate)
+    caches = [torch.zeros(1, *shape, device=device) for shape in ((2, 4, dim), (1, 4, dstate), (2, 4))]
+    start, count = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+    out = torch.full_like(x, POISON)
+    mamba.checkpointing_ssu(torch.zeros(1, 2, dim, dstate, device=device), *caches, start, count, x, dt, A, B, B, out)
+    truth = 0.5 * dstate * torch.tensor([1, 1 + math.exp(-0.5)], dtype=torch.float64, device=device)
+    torch.testing.assert_close(out.double(), truth[None, :, None, None].expand(x.shape), rtol=1e-5, atol=0)
 
 
 def test_scratch_and_runner(device):
