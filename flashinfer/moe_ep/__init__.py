@@ -9,7 +9,8 @@ from flashinfer.moe_ep.communication import (
 )
 from flashinfer.moe_ep.config import BootstrapConfig, MoEEpCommParams, NVLinkOneSidedConfig
 from flashinfer.moe_ep.mega_config import Bf16MegaMoeConfig, FleetParams, Fp8MegaMoeConfig, MegaConfig
-from flashinfer.moe_ep.mega_layer import MoEEpMegaLayer, MoEEpMegaWorkspace
+from flashinfer.moe_ep.mega_layer import MoEEpMegaLayer
+from flashinfer.moe_ep.mega_workspace import MoEEpMegaWorkspace
 from flashinfer.moe_ep.tensors import MoEEpTensors, MoEWeightPack
 
 __all__ = [

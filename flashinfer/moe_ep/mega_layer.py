@@ -9,33 +9,15 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.checks import require, require_tensor, same_device
-from flashinfer.moe_ep.communication import NVLinkOneSidedAlltoAll
+from flashinfer.moe_ep import mega_workspace
 from flashinfer.moe_ep.config import BootstrapConfig, MoEEpCommParams
 from flashinfer.moe_ep.mega_config import FleetParams, MegaConfig, Scaled, require_count
 from flashinfer.moe_ep.mega_experts import prepared
+from flashinfer.moe_ep.mega_workspace import MoEEpMegaWorkspace
 from flashinfer.moe_ep.tensors import MoEEpTensors, MoEWeightPack
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ONLY_NONE = ("fc1_alpha", "fc2_alpha", "fc1_norm_const", "recv_count", "num_tokens_per_expert")
-
-
-class _Buffers:
-    """What keeps its address from call to call, made at its first use. Layers of one workspace have one of these.
-
-    made : by name and dtype. owner : the layer that has staged last.
-    """
-
-    def __init__(self, rows: int, device: torch.device):
-        self.rows, self.device = rows, device
-        self.made: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        self.owner: weakref.ref | None = None
-
-    def get(self, name: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns]."""
-        if (name, dtype) not in self.made:
-            _check_not_captured(self.device)
-            self.made[name, dtype] = torch.empty(self.rows, columns, dtype=dtype, device=self.device)
-        return self.made[name, dtype]
 
 
 class _Inputs(NamedTuple):
@@ -46,39 +28,6 @@ class _Inputs(NamedTuple):
     ids: torch.Tensor
     weights: torch.Tensor
     most: int
-
-
-# {(address of a workspace, sizes): its buffers}
-_POOL: weakref.WeakValueDictionary[tuple, _Buffers] = weakref.WeakValueDictionary()
-
-
-def _check_not_captured(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("MoEEpMegaLayer: memory is made before a graph is captured, by the same calls on every rank")
-
-
-class MoEEpMegaWorkspace:
-    """Memory for calls of up to so many tokens a rank: what `MoEEpMegaLayer.create_workspace` returns.
-
-    Parameters
-    ----------
-    max_tokens_per_rank : int
-        The most tokens of a rank in one call.
-    ep : NVLinkOneSidedAlltoAll
-        What moves the tokens.
-    buffers
-        Of results and of staged inputs.
-    """
-
-    def __init__(self, max_tokens_per_rank: int, ep: NVLinkOneSidedAlltoAll, buffers: _Buffers):
-        self.max_tokens_per_rank, self.ep, self.buffers = max_tokens_per_rank, ep, buffers
-        self.is_destroyed = False
-
-    def destroy(self) -> None:
-        """Free the memory; once is enough. On every rank, after the calls and graphs that use it."""
-        if not self.is_destroyed:
-            self.is_destroyed = True
-            self.ep.destroy()
 
 
 class MoEEpMegaLayer(torch.nn.Module):
@@ -199,16 +148,11 @@ class MoEEpMegaLayer(torch.nn.Module):
         """
         self._check_alive()
         require_count("max_tokens_per_rank", max_tokens_per_rank)
-        device, hidden = self._experts.device, self._fleet_params.token_hidden_size
-        _check_not_captured(device)
         params = MoEEpCommParams(
-            self._fleet_params.num_experts, self._top_k, max_tokens_per_rank, hidden, torch.bfloat16,
-            self._experts.dispatch_format,
+            self._fleet_params.num_experts, self._top_k, max_tokens_per_rank, self._fleet_params.token_hidden_size,
+            torch.bfloat16, self._experts.dispatch_format,
         )  # fmt: skip
-        ep = NVLinkOneSidedAlltoAll(self._bootstrap, params)
-        key = (ep.alltoall.workspace.data_ptr(), max_tokens_per_rank, hidden, self._top_k, params.dispatch_format)
-        buffers = _POOL.setdefault((device, *key), _Buffers(max_tokens_per_rank, device))
-        made = MoEEpMegaWorkspace(max_tokens_per_rank, ep, buffers)
+        made = mega_workspace.made(self._bootstrap, params, self._experts.device)
         self._workspaces.append(made)
         return made
 
