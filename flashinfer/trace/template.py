@@ -148,7 +148,8 @@ class TraceTemplate:
         Tensors with as many axes as their template are asked first.
         """
         found: dict[str, int] = {}
-        given = [(part, self.argument(name, arguments)) for name, part in self.inputs.items() if isinstance(part, Tensor)]
+        parts = [(name, part) for name, part in self.inputs.items() if isinstance(part, Tensor)]
+        given = [(part, self.argument(name, arguments)) for name, part in parts]
         tensors = [(part, tensor) for part, tensor in given if isinstance(tensor, torch.Tensor)]
         tensors.sort(key=lambda pair: len(pair[0].dim_names) != pair[1].dim())
         for optional in (False, True):

@@ -57,9 +57,9 @@ def test_one_rank(device, kind, coded, clamp):
     # The same weights, as the layer has arranged them.
     other = MegaConfig(mega.kernel(kind, clamp), True, False, layer.transformed_weights)
     fleet = FleetParams(mega.PER, mega.MOST, mega.HIDDEN)
-    twin = MoEEpMegaLayer(BootstrapConfig(1, 0), fleet, None, other)
-    assert_bitwise(twin(MoEEpTensors(x, ids, weights)), out)
-    assert twin.transformed_weights[0][0] is layer.transformed_weights[0][0]
+    second = MoEEpMegaLayer(BootstrapConfig(1, 0), fleet, None, other)
+    assert_bitwise(second(MoEEpTensors(x, ids, weights)), out)
+    assert second.transformed_weights[0][0] is layer.transformed_weights[0][0]
 
 
 @pytest.mark.parametrize("kind", ["blockwise", "per_tensor"])
