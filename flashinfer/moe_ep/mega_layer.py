@@ -348,7 +348,7 @@ class MoEEpMegaLayer(torch.nn.Module):
         return output if len(output) == tokens else output[:tokens]
 
     def _check(self, t: MoEEpTensors, space: MoEEpMegaWorkspace) -> None:
-        """Every field, before any rank is told of the call."""
+        """Every field, before anything is sent."""
         for name in ("hidden_states", "topk_ids", "topk_weights"):
             require_tensor(name, getattr(t, name))
         for name in _ONLY_NONE:
