@@ -139,8 +139,8 @@ def _widening(p: Problem, block_n: int) -> tuple[int, int, int, bool]:
 
 def _copiers(p: Problem, block_n: int) -> int:
     """Warps that copy K in boxes, and as many that copy V."""
-    # A page of 128 columns takes two requests, of 40 to 80 cycles each. Those of 8 pages take some 1000 of a block's
-    # 2300 cycles, and their latency as many again. Two more warps take nothing: a warpgroup has four.
+    # Page 16, 32/8 heads, causal, bf16 on an H100: 4 x 4096 take 859 us, and 894 with one warp each. A request of a
+    # page of 128 columns takes its warp 40 to 80 cycles. The warps are there: a warpgroup has four.
     return 2 if p.page_size and block_n // p.page_size >= 4 and p.q_dtype not in FP8 else 1
 
 
