@@ -42,8 +42,22 @@ def fp8_product(a, b):
     return total
 
 
+def adds_fp8_in_few_bits(device):
+    """Whether it is Hopper, whose FP8 tensor cores `fp8_product` models."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def fp8_dots(a, b, dtype, device):
     """a b [m, k] [k, n] of e4m3 in `dtype`; in float32, as a kernel on `device` adds them: on Hopper by fp8_product."""
-    if dtype == torch.float32 and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+    if dtype == torch.float32 and adds_fp8_in_few_bits(device):
         return fp8_product(a, b).to(dtype)
     return a.to(dtype) @ b.to(dtype)
+
+
+def fp8_dots_error(a, b):
+    """What |a b| [m, n] of e4m3 may err by where `fp8_product` adds, whatever the order: 2^-11 of the sum of |terms|.
+
+    A step of 32 products cuts each addend below 2^-13 of the largest, so it errs by some 16 such cuts; the largest of 32
+    normal products is about a tenth of the sum of their sizes, and the four steps of 128 products add up.
+    """
+    return (a.double().abs() @ b.double().abs()) * 2.0**-11

@@ -90,7 +90,9 @@ def steps_kernel(
                 step = tl.maximum(step, 0) + log_one_plus(tl.exp(-tl.abs(step)))
             step = tl.where(inside, tl.minimum(tl.maximum(step, numbers.least), numbers.most), 0)
             sum = tl.cumsum(tl.maximum(step * rate[None, :], LEAST) * LOG2E, 0)
-            last = tl.sum(tl.where(i[:, None] == TILE - 1, sum, 0), 0)
+            # That of the tile's last token: a scan adds the zeros behind it in another order, where a state before a
+            # later token has to have the same bits (weights_until).
+            last = tl.sum(tl.where(i[:, None] == tl.minimum(left - begin, TILE) - 1, sum, 0), 0)
             weight = step * tl.exp2((last[None, :] - sum) + total[None, :])
             total = last + total
             tl.store(sizes + at + begin, step, in_heads[None, :])
