@@ -180,7 +180,7 @@ def _check_of(parameter: inspect.Parameter) -> Callable | None:
     whole = "an integer" in words and set(words) <= {"an integer", "None"}
 
     def check(name: str, x) -> bool:
-        """Whether x is an integer in a tensor on the host. One on a GPU is the function's, which may not wait for it."""
+        """Whether x is an integer in a tensor on the host. One on a GPU is left as it is: nothing may wait for it."""
         if x is default:
             return False
         if not any(test(x) for test in tests):

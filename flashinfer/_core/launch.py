@@ -310,6 +310,7 @@ class _Interpreted:
                 moved[place] = _at_address(args[place], address)
             self(grid, *moved)
 
+        launch.kept = [arg for i, arg in enumerate(args) if i not in places]
         return launch
 
 
@@ -449,6 +450,7 @@ class _Loaded:
                 require(at % divisor == 0, argument, f"an address of {at:#x}", f"one divisible by {divisor}")
             launch(*addresses)
 
+        checked.kept = launch.kept
         return checked
 
     def _fail(self, status, grid: tuple[int, int, int]) -> None:
@@ -457,6 +459,9 @@ class _Loaded:
 
 def _launch_nothing(*addresses: int) -> None:
     """The launch of an empty grid."""
+
+
+_launch_nothing.kept = []
 
 
 def _places(name: str, build: Build, moving: tuple[str, ...]) -> tuple[int, ...]:

@@ -128,7 +128,8 @@ def test_an_output_is_not_in_the_place_of_what_other_blocks_read(call, shape, dt
         given = {each: torch.ones(shape, dtype=dtype) for each in signature(call).parameters}
         output = list(given)[-1]
         given[output] = given[name]
-        with pytest.raises(ValueError, match=f"^{output}: got some of the memory of {name}; allowed: memory of its own"):
+        message = f"^{output}: got some of the memory of {name}; allowed: memory of its own"
+        with pytest.raises(ValueError, match=message):
             call(**given)
         assert bool((given[name] == 1).all()), name
 

@@ -57,7 +57,7 @@ def fp8_dots(a, b, dtype, device):
 def fp8_dots_error(a, b):
     """What |a b| [m, n] of e4m3 may err by where `fp8_product` adds, whatever the order: 2^-11 of the sum of |terms|.
 
-    A step of 32 products cuts each addend below 2^-13 of the largest, so it errs by some 16 such cuts; the largest of 32
-    normal products is about a tenth of the sum of their sizes, and the four steps of 128 products add up.
+    A step of 32 products cuts each addend below 2^-13 of the largest, so it errs by some 16 such cuts; the largest of
+    32 normal products is about a tenth of the sum of their sizes, and the four steps of 128 products add up.
     """
     return (a.double().abs() @ b.double().abs()) * 2.0**-11

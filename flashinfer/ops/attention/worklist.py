@@ -18,7 +18,7 @@ from flashinfer.ops.attention.tables import Table
 
 # The tensors that hold the lengths of a batch, in the order of Table.lengths().
 LENGTHS = ("q_indptr", "q_lens", "kv_indptr", "kv_lens")
-# What a kernel without a work list is told of a batch, beside its lengths, and of how keys are split.
+# What a kernel without a work list reads of a batch, beside its lengths, and of how keys are split.
 OF_LENGTHS = ("batch", "q_len", "kv_stride", "least", "least_alone", "share", "whole", "abreast")
 # Room for work items, at least: 32 KiB.
 _FEWEST_ITEMS = 512

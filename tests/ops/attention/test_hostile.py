@@ -290,7 +290,7 @@ def near_zero_kernel(x, out, ratio, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("cap", (0.5, 50.0, 1e8))
-def test_the_short_form_of_tanh(cap, device):
+def test_the_polynomial_of_tanh(cap, device):
     """Its relative error is below 2^-22 for logits of up to NEAR times the cap, the smallest ones included."""
     x = torch.cat((torch.exp2(torch.linspace(-100, 0, 1 << 14, dtype=torch.float64)), torch.linspace(1e-3, 1, 1 << 14)))
     x = (x * NEAR.value * cap * (1 - 2**-20)).float().to(device)

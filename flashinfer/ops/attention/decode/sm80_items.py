@@ -1,11 +1,27 @@
-"""Work items from lengths, inside the kernel that attends: for small batches, whose list would take longer to make.
+"""A program's work item: of a list, or from lengths for small batches, whose list would take longer to make.
 
-Every program reads all lengths and finds its own item, which is the one that `schedule_kernel` puts in its place. The
-batch has `work.BATCH` requests at most: one, whose numbers are scalars, or 64, two to a lane, the same in every warp.
+From lengths, every program reads all lengths and finds its own item, which is the one that `schedule_kernel` puts in
+its place. The batch has `work.BATCH` requests at most: one, whose numbers are scalars, or 64, two to a lane, the same
+in every warp.
 """
 
 from flashinfer._core.gluon_compat import gl, gluon
-from flashinfer.ops.attention._device.schedule import lengths_at, split_length, splits_of
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_FIRST_SLOT,
+    ITEM_KV_BASE,
+    ITEM_KV_BEGIN,
+    ITEM_KV_END,
+    ITEM_KV_LEN,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_SLOT,
+    ITEM_SPLITS,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+    lengths_at,
+    split_length,
+    splits_of,
+)
 
 
 @gluon.jit
@@ -19,6 +35,25 @@ def _sum(x, BATCH: gl.constexpr):
         return x
     else:
         return gl.sum(x, 0)
+
+
+@gluon.jit
+def item_of_list(item, work):
+    """What item_of_lengths returns, from a work list."""
+    record = work.items + item * ITEM_WIDTH
+    # Volatile, so that the compiler does not move these loads behind the branch that ends programs without an item.
+    q_row = gl.load(record + ITEM_Q_ROW, volatile=True)
+    q_len = gl.load(record + ITEM_Q_LEN, volatile=True)
+    kv_base = gl.load(record + ITEM_KV_BASE, volatile=True)
+    kv_len = gl.load(record + ITEM_KV_LEN, volatile=True)
+    tile_row = gl.load(record + ITEM_TILE_ROW, volatile=True)
+    kv_begin = gl.load(record + ITEM_KV_BEGIN, volatile=True)
+    kv_end = gl.load(record + ITEM_KV_END, volatile=True)
+    slot = gl.load(record + ITEM_SLOT, volatile=True)
+    first_slot = gl.load(record + ITEM_FIRST_SLOT, volatile=True)
+    splits = gl.load(record + ITEM_SPLITS, volatile=True)
+    items = gl.load(work.counts)
+    return q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits, items
 
 
 @gluon.jit

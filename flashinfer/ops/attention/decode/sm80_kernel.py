@@ -31,22 +31,8 @@ from flashinfer.ops._device.pdl import begin as begin_dependent
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, page_ids, widen
 from flashinfer.ops.attention._device.logits import LOG2E, scaled_at, vary_at, visible_at, with_sink
-from flashinfer.ops.attention._device.schedule import (
-    ITEM_FIRST_SLOT,
-    ITEM_KV_BASE,
-    ITEM_KV_BEGIN,
-    ITEM_KV_END,
-    ITEM_KV_LEN,
-    ITEM_SPLITS,
-    ITEM_Q_LEN,
-    ITEM_Q_ROW,
-    ITEM_REQUEST,
-    ITEM_SLOT,
-    ITEM_TILE_ROW,
-    ITEM_WIDTH,
-    item_and_head,
-)
-from flashinfer.ops.attention.decode.sm80_items import item_of_lengths
+from flashinfer.ops.attention._device.schedule import ITEM_REQUEST, ITEM_WIDTH, item_and_head
+from flashinfer.ops.attention.decode.sm80_items import item_of_lengths, item_of_list
 
 
 @gluon.constexpr_function
@@ -212,26 +198,15 @@ def attend_sm80_kernel(
     begin_dependent(PDL)
     item, kv_head = item_and_head(num_kv_heads, NEAR)
     if work.LISTED:
-        record = work.items + item * ITEM_WIDTH
-        q_row = gl.load(record + ITEM_Q_ROW, volatile=True)
-        q_len = gl.load(record + ITEM_Q_LEN, volatile=True)
-        kv_base = gl.load(record + ITEM_KV_BASE, volatile=True)
-        kv_len = gl.load(record + ITEM_KV_LEN, volatile=True)
-        tile_row = gl.load(record + ITEM_TILE_ROW, volatile=True)
-        kv_begin = gl.load(record + ITEM_KV_BEGIN, volatile=True)
-        kv_end = gl.load(record + ITEM_KV_END, volatile=True)
-        slot = gl.load(record + ITEM_SLOT, volatile=True)
-        first_slot = gl.load(record + ITEM_FIRST_SLOT, volatile=True)
-        splits = gl.load(record + ITEM_SPLITS, volatile=True)
-        # The loads above are volatile, so that the compiler does not move them behind this branch.
-        if item >= gl.load(work.counts):
-            return
+        q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits, items = item_of_list(
+            item, work
+        )
     else:
         q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits, items = item_of_lengths(
             item, work, numbers.window_left, GROUP, BLOCK_M, BLOCK_N
         )
-        if item >= items:
-            return
+    if item >= items:
+        return
 
     begin, end, plain_begin, plain_end = _keys_of_tile(
         kv_begin, kv_end, kv_len, q_len, tile_row, numbers.window_left, mask, MASK is not None, GROUP, BLOCK_M, STEP
@@ -296,10 +271,10 @@ def attend_sm80_kernel(
         slopes = gl.load(heads.slopes + head, mask=row_ok, other=0.0)
     batch = slot
     if VARIED:
-        batch = gl.load(record + ITEM_REQUEST)
+        batch = gl.load(work.items + item * ITEM_WIDTH + ITEM_REQUEST)
     bits = mask.bits
     if mask.CUSTOM:
-        bits += gl.load(mask.indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
+        bits += gl.load(mask.indptr + gl.load(work.items + item * ITEM_WIDTH + ITEM_REQUEST)).to(gl.int64)
 
     PER_ROW: gl.constexpr = gl.SliceLayout(2, TILE)
     top = gl.full([WARPS_N, BLOCK_M], float("-inf"), gl.float32, PER_ROW)

@@ -104,7 +104,7 @@ def test_padding_and_narrow_states(variant, device):
 
 @pytest.mark.parametrize(("dim", "dstate"), [(1, 4), (4, 1), (1, 1)])
 def test_axes_of_one_element_repeat_a_value_whatever_their_stride(dim, dstate, device):
-    """Torch leaves the stride of such an axis as it was: no stride of 0 says that dt and A have one value for a head."""
+    """Torch leaves the stride of such an axis as it was: no stride of 0 says that a head has one value of dt and A."""
     x, B = torch.ones(1, 2, 2, dim, device=device), torch.ones(1, 2, 1, dstate, device=device)
     dt = torch.full((1, 2, 2, 1), 0.5, device=device).expand(1, 2, 2, dim)
     A = torch.full((2, 1, 1), -1.0, device=device).expand(2, dim, dstate)
