@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, require_tensor, same_device
 from flashinfer._core.literals import KvLayout
 from flashinfer._direct.given import whole, with_pages
@@ -39,6 +40,7 @@ class BalancedDecode:
         return trtllm_batch_decode_with_kv_cache(out=self.out, **self._given)
 
 
+@checked
 def prepare_balanced_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

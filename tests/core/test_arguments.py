@@ -111,13 +111,15 @@ def _checks(function):
 
 
 def test_it_costs_little():
-    """Of a call with ten arguments, in seconds of a core: other work on the machine only adds to it."""
+    """Of a call with ten arguments, beside what it takes to look at ten tensors: machines and their load differ."""
     given = dict(out=X, scale=1.0, count=1, flag=True, name="a", dtype=torch.float16, pair=(X, X), several=[X])
 
     def seconds(f):
-        return min(timeit.repeat(lambda: f(X, **given), timer=time.process_time, number=100, repeat=20)) / 100
+        return min(timeit.repeat(f, timer=time.process_time, number=100, repeat=20)) / 100
 
-    assert seconds(function) - seconds(inspect.unwrap(function)) < 50e-6
+    looks = seconds(lambda: [isinstance(x, torch.Tensor) and x.numel() == 1 for x in (X,) * 10])
+    plain = seconds(lambda: inspect.unwrap(function)(X, **given))
+    assert seconds(lambda: function(X, **given)) - plain < 15 * looks
 
 
 def test_numpys_numbers_become_pythons():
