@@ -106,7 +106,15 @@ def enable_apply(solutions: Mapping[str, Callable] | None = None) -> int:
 
 
 def disable_apply() -> None:
-    """Run the functions themselves again; `stats` has nothing then."""
+    """Run the functions themselves again; `stats` has nothing then.
+
+    Examples
+    --------
+    >>> from flashinfer import trace_apply
+    >>> trace_apply.disable_apply()
+    >>> trace_apply.stats()
+    {}
+    """
     _replace({id(replacing): api.original for api, replacing in _applied.values()})
     _applied.clear()
 
@@ -119,6 +127,13 @@ def stats() -> dict[str, dict[str, int]]:
     dict
         For each function with solutions, by module and name: "hit", calls that a solution has run; "fallback", calls
         that the function has; "error", solutions that raised.
+
+    Examples
+    --------
+    >>> from flashinfer import trace_apply
+    >>> trace_apply.disable_apply()
+    >>> trace_apply.stats()
+    {}
     """
     return {place: dict(api.counts) for place, (api, _) in _applied.items()}
 

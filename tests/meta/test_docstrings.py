@@ -25,7 +25,7 @@ RAISE_NOTHING = {
     "kda_prefill.kda_prefill_supports_fp32_checkpoints", "moe_ep.available_communication_backends",
     "norm.supports_gated_residual_next_rmsnorm", "norm.supports_gated_residual_rmsnorm",
     "norm.supports_rmsnorm_sigmoid_gate", "quantization.nvfp4_4over6_code", "quantization.nvfp4_e4m3_max",
-    "topk.can_implement_filtered_topk",
+    "topk.can_implement_filtered_topk", "trace_apply.disable_apply", "trace_apply.stats",
 }  # fmt: skip
 # Methods with parameters that raise nothing of their own.
 METHODS_RAISE_NOTHING = {
