@@ -184,9 +184,9 @@ class MoEEpMegaLayer(torch.nn.Module):
         x = torch.zeros(tokens, hidden, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
         scales = None
         if not self._backend.quantize_input and made.encoding == "fp8_block":
-            scales = torch.ones(tokens, hidden // 128, device=device)
+            scales = torch.ones(tokens, hidden // 128, dtype=torch.float32, device=device)
         ids = torch.arange(tokens * self._top_k, device=device) % self._fleet_params.num_experts
-        weights = torch.full((tokens, self._top_k), 1 / self._top_k, device=device)
+        weights = torch.full((tokens, self._top_k), 1 / self._top_k, dtype=torch.float32, device=device)
         return MoEEpTensors(x, ids.view(tokens, -1).int(), weights, scales)
 
     def stage_inputs(
