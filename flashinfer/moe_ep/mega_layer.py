@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -368,9 +368,9 @@ class MoEEpMegaLayer(torch.nn.Module):
         require(t.topk_weights.dtype in _WEIGHT_DTYPES, "topk_weights", t.topk_weights.dtype, allowed)
         if coded and made.encoding == "fp8_block":
             require_tensor("scales", t.scales)
-            shape = (len(x), hidden // 128)
-            fits = t.scales.dtype == torch.float32 and tuple(t.scales.shape) == shape
-            require(fits, "scales", f"{t.scales.dtype} {tuple(t.scales.shape)}", f"float32 {shape}")
+            shape, scales = (len(x), hidden // 128), cast(torch.Tensor, t.scales)
+            fits = scales.dtype == torch.float32 and tuple(scales.shape) == shape
+            require(fits, "scales", f"{scales.dtype} {tuple(scales.shape)}", f"float32 {shape}")
         else:
             require(t.scales is None, "scales", "a tensor", f"None with {dtype} rows of {made.encoding} experts")
         same_device(
