@@ -221,7 +221,7 @@ def attend(
     result, result_lse = result if isinstance(result, tuple) else (result, None)
     # Where the strides of requests and of their queries do not make one, rows are a copy.
     for given, written in ((out, flat), (lse, flat_lse)):
-        if given is not None and given.data_ptr() != written.data_ptr():
+        if given is not None and written is not None and given.data_ptr() != written.data_ptr():
             given.copy_(written.view(given.shape))
     out = result.view(shape) if mine is None else mine
     lse = result_lse if lse is None else lse
