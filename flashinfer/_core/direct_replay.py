@@ -7,6 +7,7 @@ It is launch replay (`flashinfer/_core/replay.py`) with these differences.
 - A signature is looked up by what is no tensor and by the shape of the first tensor; one call into torch compares all
   tensors (`flashinfer/_core/alike.py`).
 - Arguments that only bound what others say are no part of it: a longest request that grows with every step.
+- Calls with a tensor on the host are made in full: what a launch was given of its values would stay.
 - What a launch keeps of the caller's beside what moves (sinks, a workspace) has to be in the same memory.
 - An output in the memory of another tensor of the call is left to a call in full, which refuses some of these.
 """
@@ -148,13 +149,15 @@ def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[
                 return function(*args, **given)
             tensors = [*layout.tensors(values)]
             first = tensors[0]
-            if not first.is_cuda:
-                return function(*args, **given)
             for i in layout.pairs:
                 pair = values[i]
                 if len(pair) != 2 or not (isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor)):
                     return function(*args, **given)
                 tensors += pair
+            for x in tensors:
+                if not x.is_cuda:
+                    # Its values are the host's, and may be in the launches.
+                    return function(*args, **given)
             for i in layout.bounds:
                 if not 0 <= values[i] < 1 << 31:
                     return function(*args, **given)
