@@ -29,7 +29,7 @@ class Config:
 
 
 def portable(problem, target) -> Config:
-    # Results must not depend on the batch, so nothing here does. Not measured.
+    # Results must not depend on the batch, so nothing here does. Times: docs/rooms/ssd.md.
     operand = "bf16" if problem.dtype == "bf16" and not target.is_cpu else "fp32"
     # Tiles of B, C, x and the state share the shared memory: half the tokens and rows where elements or rows are twice
     # as long.
