@@ -18,7 +18,7 @@ def state_offsets(row, column, row_stride, column_stride, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(block, row, column, by, LAYOUT: tl.constexpr, DENSE: tl.constexpr):
+def tile_offsets(block, row, column, row_stride, column_stride, LAYOUT: tl.constexpr, DENSE: tl.constexpr):
     """Offsets of the rows of a block of a state. With DENSE a row begins where the one before it ends, so that all
     accesses of a thread have one address and constants."""
     if DENSE:
@@ -26,7 +26,7 @@ def tile_offsets(block, row, column, by, LAYOUT: tl.constexpr, DENSE: tl.constex
         KEYS: tl.constexpr = column.shape[0]
         return block * (ROWS * KEYS) + (tl.arange(0, ROWS)[:, None] * KEYS + column[None, :])
     else:
-        return state_offsets(row, column, by.row, by.column, LAYOUT)
+        return state_offsets(row, column, row_stride, column_stride, LAYOUT)
 
 
 @triton.jit

@@ -107,7 +107,7 @@ def step_kernel(
     s = tl.zeros([ROWS, KEYS], tl.float32)
     if pool.source is not None:
         read_at = slot * source_by.slot + head * source_by.head
-        read_at += tile_offsets(block, row, column, source_by, pool.LAYOUT, pool.DENSE)
+        read_at += tile_offsets(block, row, column, source_by.row, source_by.column, pool.LAYOUT, pool.DENSE)
         s = load_state(pool.source + read_at, inside & live, pool.SOURCE, CAPABILITY)
     tl.debug_barrier()
     if live:
@@ -122,7 +122,7 @@ def step_kernel(
             if slots.write is not None:
                 write_slot = tl.load(slots.write + n).to(tl.int64)
         write_at = write_slot * state_by.slot + head * state_by.head
-        write_at += tile_offsets(block, row, column, state_by, pool.LAYOUT, pool.DENSE)
+        write_at += tile_offsets(block, row, column, state_by.row, state_by.column, pool.LAYOUT, pool.DENSE)
         stored = length
         if slots.stop is not None:
             stored = tl.load(slots.stop + n).to(tl.int32)
@@ -174,7 +174,7 @@ def step_kernel(
             if pool.EACH == "pool":
                 to = tl.load(slots.rows + n.to(tl.int64) * rows_by.sequence + t * rows_by.column).to(tl.int64)
                 at = to * state_by.slot + head * state_by.head
-                at += tile_offsets(block, row, column, state_by, pool.LAYOUT, pool.DENSE)
+                at += tile_offsets(block, row, column, state_by.row, state_by.column, pool.LAYOUT, pool.DENSE)
                 store_state(pool.state + at, s, inside & (to > of.null) & (t < stored), pool.STATE, CAPABILITY)
             if pool.FINAL and slots.stop is not None:
                 store_state(

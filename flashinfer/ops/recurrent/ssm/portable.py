@@ -170,7 +170,7 @@ def update_kernel(
     else:
         rates += row[:, None] * a_by.row + column[None, :] * a_by.column
         raw_rate = tl.load(rates, inside, other=0)
-    tile = tile_offsets(block, row, column, state_by, "k", pool.DENSE)
+    tile = tile_offsets(block, row, column, state_by.row, 1, "k", pool.DENSE)
     read_at = slot * state_by.slot + head * state_by.head
     s = load_state(pool.state + read_at + tile, inside & live, pool.STATE, CAPABILITY)
     if pool.scale is not None:

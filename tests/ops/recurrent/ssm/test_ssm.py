@@ -15,18 +15,18 @@ HEADS, GROUPS, DIM, DSTATE = 4, 2, 24, 16
 POISON = 777.0
 
 
-def inputs(shape, device, dtype=torch.float32, tied=True, heads=HEADS, groups=GROUPS):
+def inputs(shape, device, dtype=torch.float32, tied=True, heads=HEADS, groups=GROUPS, dstate=DSTATE):
     """x, dt, A, B, C, D, z and the bias of tokens in `shape`; with `tied` repeated as engines have them."""
     x, z = (generate.randn(*shape, heads, DIM, dtype=dtype, device=device) for _ in range(2))
-    B, C = (generate.randn(*shape, groups, DSTATE, dtype=dtype, device=device) for _ in range(2))
+    B, C = (generate.randn(*shape, groups, dstate, dtype=dtype, device=device) for _ in range(2))
     if tied:
         dt = generate.randn(*shape, heads, dtype=dtype, device=device)[..., None].expand(*shape, heads, DIM)
-        A = (-torch.rand(heads, device=device))[:, None, None].expand(heads, DIM, DSTATE)
+        A = (-torch.rand(heads, device=device))[:, None, None].expand(heads, DIM, dstate)
         assert (*A.stride()[1:], dt.stride(-1)) == (0, 0, 0)
         D, bias = (torch.rand(heads, device=device)[:, None].expand(heads, DIM) for _ in range(2))
     else:
         dt = generate.randn(*shape, heads, DIM, dtype=dtype, device=device)
-        A = -torch.rand(heads, DIM, DSTATE, device=device)
+        A = -torch.rand(heads, DIM, dstate, device=device)
         D, bias = (torch.rand(heads, DIM, device=device) for _ in range(2))
     return dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=bias)
 
@@ -84,6 +84,27 @@ def test_decode_on_a_pool(variant, device, tied, dtype, index):
         assert_close(state[slot], same[0], states[0])
     others = [slot for slot in range(9) if slot not in (4, 0, 7)]
     assert_bitwise(state[others], before[others])
+
+
+@pytest.mark.parametrize("dstate, row", [(24, 24), (40, 48), (16, 20)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rows_of_any_length_and_distance(variant, device, dstate, row, tokens):
+    """States of a dstate that is no power of two, and slices of a pool with longer rows, whose rest stays as it is."""
+    given = inputs((3, tokens), device, dstate=dstate)
+    wide = generate.randn(5, HEADS, DIM, row, device=device)
+    wide[..., dstate:] = POISON
+    before, state = wide.clone(), wide[..., :dstate]
+    slots = torch.tensor([4, 1, 2], device=device)
+    out = selective_state_update(state, **given, dt_softplus=True, state_batch_indices=slots)
+    for n, slot in enumerate(slots.tolist()):
+        each = [(n, t) for t in range(tokens)]
+        h = before[slot, ..., :dstate]
+        near(out[n], h, given, each)
+        _, states = recurrence(h, given, each)
+        _, same = recurrence(h, given, each, dtype=torch.float32)
+        assert_close(state[slot], same[-1], states[-1])
+    assert_bitwise(wide[..., dstate:], before[..., dstate:])
+    assert_bitwise(wide[[0, 3]], before[[0, 3]])
 
 
 def test_the_null_slot_is_the_callers(variant, device):
