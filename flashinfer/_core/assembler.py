@@ -76,7 +76,9 @@ def assemble(ptx: str, options, arch: str) -> bytes:
     slow, quiet = knobs.nvidia.disable_ptxas_opt, knobs.compilation.disable_line_info
     flags = ["-g"] if slow and not quiet else ["-lineinfo"]
     flags += ["-suppress-debug-info"] * quiet + ["--fmad=false"] * (not options.enable_fp_fusion)
-    flags += ["--opt-level", "0"] * slow + (options.ptx_options or "").split()
+    # As Triton from 3.7 on does, for a bug of ptxas 13.
+    flags += ["--opt-level", "0"] * slow + ["--regAllocOptLevel=2"] * (_version(tool) >= (13,))
+    flags += (options.ptx_options or "").split()
     with tempfile.TemporaryDirectory() as folder:
         text, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         text.write_text(ptx)

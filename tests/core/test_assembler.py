@@ -30,7 +30,8 @@ def kernel_of(rows):
 
 
 def assembled(rows, **tools):
-    """(assemblers that ran, cubin or error), with others in place of Triton's."""
+    """(assemblers that ran and their options, whether there is a cubin or its error), with others in place of
+    Triton's."""
     from triton import knobs
 
     from flashinfer._core import assembler
@@ -40,11 +41,17 @@ def assembled(rows, **tools):
         for name, other in tools.items():
             setattr(knobs.nvidia, name, getattr(knobs.nvidia, other).path)
         try:
-            result = compile_kernel(kernel_of(rows), "90a")[0]
+            result = isinstance(compile_kernel(kernel_of(rows), "90a")[0], bytes)
         except CompileError as error:
             result = str(error)
     commands = [call.args[0] for call in run.call_args_list]
-    return [Path(tool).name for tool, *given in commands if "-o" in given], result
+    # -v prints what the kernel takes.
+    ran = [
+        (Path(tool).name, sorted(option for option in given if option[0] == "-" and option not in ("-o", "-v")))
+        for tool, *given in commands
+        if "-o" in given
+    ]
+    return ran, result
 
 
 def outcomes():
@@ -60,12 +67,13 @@ def test_two_layouts_go_to_the_newer_assembler(in_triton):
     if get_ptxas(90).version != "12.8":
         pytest.skip("this Triton's own assembler for Hopper is right")
     found = in_triton(outcomes)
-    tools, cubins = ({name: each[i] for name, each in found.items()} for i in (0, 1))
-    assert tools == {
+    ran, results = ({name: each[i] for name, each in found.items()} for i in (0, 1))
+    assert {name: [tool for tool, _ in each] for name, each in ran.items()} == {
         "two layouts": ["ptxas-blackwell"], "one layout": ["ptxas"], "by Triton": ["ptxas-blackwell"],
         "without a newer": [],
     }  # fmt: skip
-    # The same options: where Triton itself is given the newer assembler, the same bytes come out.
-    assert cubins["two layouts"] == cubins["by Triton"] and isinstance(cubins["one layout"], bytes)
-    error = cubins["without a newer"]
+    # The newer assembler gets the options that Triton gives it.
+    assert ran["two layouts"] == ran["by Triton"] and any("sm_90a" in option for option in ran["by Triton"][0][1])
+    error = results.pop("without a newer")
     assert "two layouts" in error and "(12.8)" in error and "TRITON_PTXAS_BLACKWELL_PATH" in error
+    assert set(results.values()) == {True}
