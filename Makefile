@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 # The highest supported Triton, beside the pinned one: kernels are compiled by both.
-HIGHEST_TRITON := $(VENV)/triton-3.9
+HIGHEST_TRITON := $(VENV)/triton-highest
 PYTEST := OMP_NUM_THREADS=1 FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest
 
 .PHONY: demo test mutants matrix wheel types docs clean

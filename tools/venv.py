@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints.txt"
-# The highest supported Triton, beside the installed one: kernels are compiled by both.
-HIGHEST_TRITON = "3.9.0"
+# The highest supported Triton, beside the installed one: kernels are compiled by both. 3.9 has no wheels for Python 3.10.
+HIGHEST_TRITON = "3.9.0" if sys.version_info >= (3, 11) else "3.8.0"
 EXTRAS = {"demo": ".[demo]", "test": ".[dev]", "types": ".[dev,types]", "docs": ".[docs]"}
 
 # Bytes that have to be free, downloads included. The default build is 2.8 GB of wheels.
@@ -131,7 +131,7 @@ def make(goal, machine):
     # The build runs in .venv with the pinned setuptools, and torch is there already: nothing here replaces it.
     steps = [["--no-build-isolation", "--editable", EXTRAS[goal]]]
     if goal == "test":
-        folder = VENV / ".".join(["triton-3", HIGHEST_TRITON.split(".")[1]])
+        folder = VENV / "triton-highest"
         steps.append(["--no-deps", "--upgrade", "--target", str(folder), "triton==" + HIGHEST_TRITON])
     for step in steps:
         # The second Triton is not the one that constraints.txt pins.

@@ -263,5 +263,5 @@ def test_on_this_triton(tmp_path):
 def test_on_the_highest_triton(tmp_path):
     probe = [sys.executable, "-c", "import triton; print(triton.__version__)"]
     version = subprocess.run(probe, env=os.environ | {"PYTHONPATH": OTHER}, capture_output=True, text=True, check=True)
-    assert version.stdout.strip() == "3.9.0"
+    assert version.stdout.strip() == ("3.9.0" if sys.version_info >= (3, 11) else "3.8.0")
     check(*compile_all(tmp_path, OTHER))
