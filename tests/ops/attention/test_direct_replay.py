@@ -86,9 +86,33 @@ def xqa_latent(batch=BATCH):
     ), {}  # fmt: skip
 
 
+def ragged(batch=BATCH, most=40, dims=(192, 128), **others):
+    q, out = halves(100 * batch, 4, dims[0]), halves(100 * batch, 4, dims[1])
+    indptr = torch.arange(batch + 1, dtype=torch.int32) * 100
+    tensors = q, halves(100 * batch, 4, dims[0]), halves(100 * batch, 4, dims[1]), workspace(), lengths(batch)
+    return flashinfer.prefill.trtllm_ragged_attention_deepseek, (
+        *tensors, 100, most, 0.1, 1.0, 1.0, batch, -1, indptr, indptr.clone(), False, True, False,
+    ), dict(out=out) | others  # fmt: skip
+
+
+def fmha(batch=BATCH, most=40, **others):
+    qkv, indptr = halves(4 * batch, 3, 2, 64), torch.arange(batch + 1, dtype=torch.int32) * 4
+    return flashinfer.trtllm_fmha_v2_prefill, (
+        qkv, "PACKED_QKV", workspace(), lengths(batch), 4, most, 0.125, 1.0, batch, indptr, indptr.clone(),
+    ), dict(out=halves(4 * batch, 2, 64)) | others  # fmt: skip
+
+
+def fmha_paged(batch=BATCH, most=40, **others):
+    qkv, indptr = (halves(4 * batch, 4, 64), halves(20, 2, PAGE, 2, 64)), torch.arange(batch + 1, dtype=torch.int32) * 4
+    return flashinfer.trtllm_fmha_v2_prefill, (
+        qkv, "Q_PAGED_KV_NHD", workspace(), lengths(batch), 4, most, 0.125, 1.0, batch, indptr, indptr.clone(),
+        blocks(batch),
+    ), dict(out=halves(4 * batch, 4, 64)) | others  # fmt: skip
+
+
 CASES = dict(
     decode=decode, xqa_decode=lambda **others: decode("xqa_batch_decode_with_kv_cache", **others), xqa=xqa,
-    context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill, latent=latent, xqa_latent=xqa_latent,
+    context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill, latent=latent, xqa_latent=xqa_latent, ragged=ragged, fmha=fmha, fmha_paged=fmha_paged,
 )  # fmt: skip
 
 
