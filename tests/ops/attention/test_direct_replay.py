@@ -103,7 +103,8 @@ def fmha(batch=BATCH, most=40, **others):
 
 
 def fmha_paged(batch=BATCH, most=40, **others):
-    qkv, indptr = (halves(4 * batch, 4, 64), halves(20, 2, PAGE, 2, 64)), torch.arange(batch + 1, dtype=torch.int32) * 4
+    qkv = halves(4 * batch, 4, 64), halves(20, 2, PAGE, 2, 64)
+    indptr = torch.arange(batch + 1, dtype=torch.int32) * 4
     return flashinfer.trtllm_fmha_v2_prefill, (
         qkv, "Q_PAGED_KV_NHD", workspace(), lengths(batch), 4, most, 0.125, 1.0, batch, indptr, indptr.clone(),
         blocks(batch),
@@ -112,17 +113,22 @@ def fmha_paged(batch=BATCH, most=40, **others):
 
 CASES = dict(
     decode=decode, xqa_decode=lambda **others: decode("xqa_batch_decode_with_kv_cache", **others), xqa=xqa,
-    context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill, latent=latent, xqa_latent=xqa_latent, ragged=ragged, fmha=fmha, fmha_paged=fmha_paged,
+    context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill,
+    latent=latent, xqa_latent=xqa_latent, ragged=ragged, fmha=fmha, fmha_paged=fmha_paged,
 )  # fmt: skip
+
+
+def tensors_in(given):
+    for x in given:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors_in(x)
 
 
 def addresses_of(given):
     """Where the tensors of a call begin."""
-    for x in given:
-        if isinstance(x, torch.Tensor):
-            yield x.data_ptr()
-        elif isinstance(x, tuple):
-            yield from addresses_of(x)
+    return [x.data_ptr() for x in tensors_in(given)]
 
 
 def assert_alike(launches, full, callers):
@@ -295,6 +301,52 @@ def streams_threads_and_captures(card):
         assert len(others) == 16 and memory() in mine and not mine & {*others}
 
 
+def workspaces_elsewhere(card):
+    """A workspace on the host is not used, and no more of one is written than the call has given."""
+    from tests.core.card import on_host
+
+    function, args, given = latent()
+    whole = torch.empty(1 << 24, dtype=torch.float32)
+    for room, used in ((on_host(torch.empty(1 << 24, dtype=torch.uint8)), False), (whole, True),
+                       (whole.view(torch.uint8)[: whole.numel()], True), (whole.view(torch.uint8)[:1000], False),
+                       (whole.view(torch.uint8)[1:], False), (whole[::2], False)):  # fmt: skip
+        launches = []
+        for _ in range(3):
+            launches += card.made(lambda room=room: function(*args[:2], room, *args[3:], **given))
+        begin, end = room.data_ptr(), room.data_ptr() + room.nbytes
+        inside = any(begin <= word < end for launch in launches for word in words(launch))
+        assert inside == used, (room.dtype, room.shape)
+    # As many elements at one place, of other sizes: what is written ends where the call's ends.
+    count = 1 << 20
+    for dtype in (torch.float32, torch.uint8):
+        room = whole.view(dtype)[:count]
+        launches = card.made(lambda room=room: function(*args[:2], room, *args[3:], **given))
+        begin = room.data_ptr()
+        inside = any(begin <= word < begin + 4 * count for launch in launches for word in words(launch))
+        assert inside == (dtype == torch.float32)
+
+
+def captures_that_torch_does_not_know(card):
+    """What a captured call allocates stays, as its graph reads and writes it as long as it lives."""
+    from flashinfer._core import capture
+    from flashinfer.ops.attention import counters
+
+    for number, name in enumerate(("decode", "latent", "context", "xqa")):
+        function, args, given = CASES[name]()
+        repeated((function, args, given))
+        card.capture = 90 + number
+        try:
+            launches = card.made(lambda f=function, a=args, g=given: f(*a, **g))
+        finally:
+            card.capture = None
+        ours = {word for launch in launches for word in words(launch) if word > 1 << 40}
+        for x in tensors_in((*args, *given.values())):
+            ours = {word for word in ours if not x.data_ptr() <= word < x.data_ptr() + x.nbytes}
+        room, _ = counters._rooms[torch.device("cuda", 0)]
+        kept = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (*capture._kept, room)]
+        assert len(ours) > 2 and all(any(begin <= word < end for begin, end in kept) for word in ours), name
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_calls_like_an_earlier_one(name, on_card):
     on_card(like_an_earlier_one, name)
@@ -309,7 +361,7 @@ def test_other_sizes_between(name, on_card):
     "case",
     (
         new_outputs, what_is_refused, what_moves_and_what_stays, workspaces_of_latent_attention,
-        streams_threads_and_captures,
+        streams_threads_and_captures, workspaces_elsewhere, captures_that_torch_does_not_know,
     ),
 )  # fmt: skip
 def test_replays(case, on_card):
