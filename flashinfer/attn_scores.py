@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import dtype_name, require
+from flashinfer._core.checks import aligned_rows, dtype_name, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.target import target_of
 from flashinfer._direct.given import flag, whole
@@ -160,8 +160,7 @@ def fp8_paged_mqa_logits(
     _check_types("fp8", output_dtype, epi_dtype=epi_dtype, acc_dtype=acc_dtype)
     lens = _lens(seq_lens, q)
     logits, written = _output(q, max_seq_len, output_dtype, out, block_tables, kv_fused)
-    if not _on_16(q):
-        q = q.contiguous()
+    q = aligned_rows(q)
     shape, (dim, strides) = tuple(kv_fused.shape), (q.shape[3], kv_fused.stride())
     fits = kv_fused.dtype == torch.uint8 and shape[2:] == (1, dim + 4) and strides[3] == 1
     require(fits and (shape[1] == 1 or strides[1] == dim + 4), "kv_fused",
@@ -243,8 +242,7 @@ def fp4_paged_mqa_logits(
     require(fits, "is_kv_sf_interleaved", True, "False, where block_size is no multiple of 4")
     lens = _lens(seq_lens, q)
     logits, written = _output(q, max_seq_len, output_dtype, out, block_tables, kv_fused)
-    if not _on_16(q):
-        q = q.contiguous()
+    q = aligned_rows(q)
     _fp4_paged_mqa_logits(q, factors.contiguous(), kv_fused, weights, lens, block_tables, written, interleaved)
     return logits
 
@@ -290,10 +288,6 @@ def _check_types(variant: str, output_dtype, **others) -> None:
 
 def _lens(seq_lens: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return integers(seq_lens, "seq_lens", q.device, (q.shape[0],)).contiguous()
-
-
-def _on_16(q: torch.Tensor) -> bool:
-    return not q.data_ptr() % 16 and not any(stride % 16 for stride in q.stride()[:3]) and q.stride(3) == 1
 
 
 def _output(q, max_seq_len, dtype, out, block_tables, kv_fused) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import aligned_rows, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._direct.given import flag, whole
 from flashinfer.ops.attention.engine import integers
@@ -100,15 +100,9 @@ def score_rows(
     require(weights.dtype == torch.float32 and weights.shape == (queries, heads), "weights",
             f"{weights.dtype} {tuple(weights.shape)}", f"float32 {(queries, heads)}")  # fmt: skip
     ks, ke = (integers(t, name, device, (queries,)).contiguous() for name, t in (("ks", begins), ("ke", ends)))
-    unit = 16 // q.element_size()
-    q = q if _starts_on_16(q, unit) else q.contiguous()
-    keys = keys if _starts_on_16(keys, unit) else keys.contiguous()
+    q, keys = aligned_rows(q), aligned_rows(keys)
     problem = Problem(heads, dim, 0, 1, each=True, clean=True, qk_format=qk_format)
     rows = keys.view(torch.uint8) if qk_format == "fp8" else keys
     mqa_logits(problem, device).run(
         q[:, None], rows, scales, weights.contiguous(), ke, None, logits, logits.shape[1], Beside(None, ks, origin)
     )
-
-
-def _starts_on_16(t: torch.Tensor, unit: int) -> bool:
-    return t.stride(-1) == 1 and not t.data_ptr() % 16 and not any(stride % unit for stride in t.stride()[:-1])

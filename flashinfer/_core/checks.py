@@ -349,3 +349,9 @@ def is_aligned(*tensors: torch.Tensor) -> bool:
         if last != 1 or any(stride * size % 16 for stride in outer):
             return False
     return True
+
+
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with rows that `is_aligned` takes, if their size allows it: itself, or a copy."""
+    # contiguous() would return a contiguous tensor at any address, and with any stride of an axis of one element.
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)

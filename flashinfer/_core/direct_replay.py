@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core import env, target
+from flashinfer._core import capture, env, target
 from flashinfer._core.alike import like
 from flashinfer._core.replay import VALUES, Recording, recording
 
@@ -138,6 +138,12 @@ def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[
             layout = layouts[types, given] = _Layout(types, places)
             return layout
 
+        def in_full(args: tuple, given: dict):
+            # In a capture that torch does not know of, what the call allocates is kept.
+            values = (*args, *given.values())
+            found = next((x for x in values if isinstance(x, torch.Tensor) and x.is_cuda), None)
+            return function(*args, **given) if found is None else capture.run(function, args, given, found.device)
+
         @wraps(function)
         def call(*args, **given):
             if torch.compiler.is_compiling() or recording() is not None:
@@ -146,27 +152,27 @@ def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[
             types = tuple(map(type, values))
             layout = layouts.get((types, named)) or layout_of(types, len(args), named)
             if not layout.fits:
-                return function(*args, **given)
+                return in_full(args, given)
             tensors = [*layout.tensors(values)]
             first = tensors[0]
             for i in layout.pairs:
                 pair = values[i]
                 if len(pair) != 2 or not (isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor)):
-                    return function(*args, **given)
+                    return in_full(args, given)
                 tensors += pair
             for x in tensors:
                 if not x.is_cuda:
                     # Its values are the host's, and may be in the launches.
-                    return function(*args, **given)
+                    return in_full(args, given)
             for i in layout.bounds:
                 if not 0 <= values[i] < 1 << 31:
-                    return function(*args, **given)
+                    return in_full(args, given)
             for i in layout.floats:
                 if values[i] == 0:
                     # 0.0 equals -0.0.
-                    return function(*args, **given)
+                    return in_full(args, given)
             if torch.cuda.is_current_stream_capturing():
-                return function(*args, **given)
+                return in_full(args, given)
             stream = torch._C._cuda_getCurrentRawStream(first.get_device())
             key = layout, layout.others(values), first.shape, stream, _debug(), target.overridden()
             known = calls.known

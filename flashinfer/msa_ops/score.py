@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import aligned_rows, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._direct.given import flag, real, whole
 from flashinfer.msa_ops._requests import requests_of
@@ -117,15 +117,10 @@ def _block_scores(
     require(dim % 16 == 0 and dim <= 256, "q", tuple(q.shape), "a head_dim that is a multiple of 16 up to 256")
     fits = kv_heads > 0 and heads % kv_heads == 0
     require(fits, "q", f"{heads} heads", f"a multiple of {kv_heads}, the KV heads")
-    q, k = (t if _starts_on_16(t) else t.contiguous() for t in (q, k))
+    q, k = aligned_rows(q), aligned_rows(k)
     problem = Problem(heads, kv_heads, dim, dtype_name(q.dtype), dtype_name(k.dtype), tables is not None,
                       scores.shape[0] == 1 and heads > 1)  # fmt: skip
     block_scores(problem, q.device).run(q, k, seen, base, tables, scores)
-
-
-def _starts_on_16(t: torch.Tensor) -> bool:
-    unit = 16 // t.element_size()
-    return t.stride(-1) == 1 and not t.data_ptr() % 16 and not any(stride % unit for stride in t.stride()[:-1])
 
 
 @checked

@@ -77,7 +77,7 @@ def run_latent(asked: PlanOptions, table: Table, q_nope, q_pe, ckv, kpe, factors
     q_nope, q_pe, ckv, kpe, factors
         As `mla.operands.attend` takes them.
     given : uint8 Tensor, optional
-        A caller's workspace for partial results, used where it is large enough.
+        A caller's workspace for partial results, used where it is large enough and on the queries' device.
     call
         The other arguments of `attend`.
     """
@@ -99,6 +99,8 @@ def _plan_of(kernels: Kernels, given: torch.Tensor | None = None) -> Plan:
     """The plan that this thread keeps for the current stream, with partial results in `given` where it is large enough;
     a new one in a captured stream."""
     device, stream, debug = kernels.device, None, env.DEBUG.is_on()
+    if given is not None and not (given.device == device and given.is_contiguous() and given.data_ptr() % 16 == 0):
+        given = None
     alibi = kernels.options.pos_encoding_mode == "ALIBI"
     slopes = _slopes(kernels.options.num_qo_heads, device) if alibi else None
     scratch = partial(workspace.take, device)
@@ -109,7 +111,7 @@ def _plan_of(kernels: Kernels, given: torch.Tensor | None = None) -> Plan:
             return Plan(kernels, scratch, slopes, debug, direct=True)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     plans = _kept.__dict__.setdefault("plans", OrderedDict())
-    key = kernels, stream, debug, None if given is None else (given.data_ptr(), given.numel())
+    key = kernels, stream, debug, None if given is None else (given.data_ptr(), given.nbytes)
     plan = plans.get(key)
     if plan is None:
         if len(plans) >= _MOST_KEPT:
@@ -120,7 +122,7 @@ def _plan_of(kernels: Kernels, given: torch.Tensor | None = None) -> Plan:
 
 
 def _scratch(given: torch.Tensor, own, count: int) -> torch.Tensor:
-    if given.is_contiguous() and given.data_ptr() % 16 == 0 and given.numel() * given.element_size() >= count:
+    if given.nbytes >= count:
         return given.view(-1).view(torch.uint8)[:count]
     return own(count)
 

@@ -1,5 +1,6 @@
 """Replay of calls without a plan, on a card that is not there: what a later call launches is what it would in full."""
 
+import random
 import threading
 
 import pytest
@@ -86,32 +87,67 @@ def xqa_latent(batch=BATCH):
     ), {}  # fmt: skip
 
 
+def ragged(batch=BATCH, most=40, dims=(192, 128), **others):
+    q, out = halves(100 * batch, 4, dims[0]), halves(100 * batch, 4, dims[1])
+    indptr = torch.arange(batch + 1, dtype=torch.int32) * 100
+    tensors = q, halves(100 * batch, 4, dims[0]), halves(100 * batch, 4, dims[1]), workspace(), lengths(batch)
+    return flashinfer.prefill.trtllm_ragged_attention_deepseek, (
+        *tensors, 100, most, 0.1, 1.0, 1.0, batch, -1, indptr, indptr.clone(), False, True, False,
+    ), dict(out=out) | others  # fmt: skip
+
+
+def fmha(batch=BATCH, most=40, **others):
+    qkv, indptr = halves(4 * batch, 3, 2, 64), torch.arange(batch + 1, dtype=torch.int32) * 4
+    return flashinfer.trtllm_fmha_v2_prefill, (
+        qkv, "PACKED_QKV", workspace(), lengths(batch), 4, most, 0.125, 1.0, batch, indptr, indptr.clone(),
+    ), dict(out=halves(4 * batch, 2, 64)) | others  # fmt: skip
+
+
+def fmha_paged(batch=BATCH, most=40, **others):
+    qkv = halves(4 * batch, 4, 64), halves(20, 2, PAGE, 2, 64)
+    indptr = torch.arange(batch + 1, dtype=torch.int32) * 4
+    return flashinfer.trtllm_fmha_v2_prefill, (
+        qkv, "Q_PAGED_KV_NHD", workspace(), lengths(batch), 4, most, 0.125, 1.0, batch, indptr, indptr.clone(),
+        blocks(batch),
+    ), dict(out=halves(4 * batch, 4, 64)) | others  # fmt: skip
+
+
 CASES = dict(
     decode=decode, xqa_decode=lambda **others: decode("xqa_batch_decode_with_kv_cache", **others), xqa=xqa,
-    context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill, latent=latent, xqa_latent=xqa_latent,
+    context=context, cudnn=cudnn, cudnn_prefill=cudnn_prefill,
+    latent=latent, xqa_latent=xqa_latent, ragged=ragged, fmha=fmha, fmha_paged=fmha_paged,
 )  # fmt: skip
 
 
-def addresses_of(given):
-    """Where the tensors of a call begin."""
+def tensors_in(given):
     for x in given:
         if isinstance(x, torch.Tensor):
-            yield x.data_ptr()
-        elif isinstance(x, tuple):
-            yield from addresses_of(x)
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from tensors_in(x)
 
 
-def assert_alike(launches, full, callers):
+def assert_alike(launches, full, given):
     """Launches are the same but for memory of ours, which may be elsewhere if it is so throughout."""
+    launches, full = needed(launches), needed(full)
     assert [x[:3] for x in launches] == [x[:3] for x in full] and launches
+    storages = [x.untyped_storage() for x in tensors_in(given)]
+    callers = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
     ours = {}
     for mine, others in zip(launches, full, strict=True):
         for word, other in zip(words(mine), words(others), strict=True):
             if word != other:
-                # No number and no address of the caller's is so large.
-                assert min(word, other) > 1 << 40 and not {word, other} & callers
+                # No number is so large, and no address in the caller's tensors may differ.
+                assert min(word, other) > 1 << 40
+                assert not any(begin <= x < end for x in (word, other) for begin, end in callers)
             assert ours.setdefault(word, other) == other
     assert len(set(ours.values())) == len(ours)
+
+
+def needed(launches):
+    """Without work lists that no launch reads: those of kernels that other calls had."""
+    read = {word for launch in launches if not launch[0].startswith("schedule") for word in words(launch)}
+    return [x for x in launches if not x[0].startswith("schedule") or words(x)[0] in read]
 
 
 def same_as_in_full(card, made, held=None):
@@ -121,7 +157,7 @@ def same_as_in_full(card, made, held=None):
     count = holds(lambda: launches.extend(card.made(lambda: function(*args, **given))))
     assert held is None or count == held
     full = card.made(lambda: function.__wrapped__(*args, **given))
-    assert_alike(launches, full, set(addresses_of((*args, *given.values()))))
+    assert_alike(launches, full, (*args, *given.values()))
 
 
 def like_an_earlier_one(card, name):
@@ -226,6 +262,14 @@ def what_moves_and_what_stays(card):
         same_as_in_full(card, decode(**change))
 
 
+def tensors_that_part(card):
+    """Keys and values at one place, then apart: what reads the one does not go on reading the other."""
+    function, (q, (k, v), *others), given = decode()
+    for values in (k.view(k.shape), v, k.view(k.shape)):
+        for _ in range(4):
+            same_as_in_full(card, (function, (q, (k, values), *others), given))
+
+
 def workspaces_of_latent_attention(card):
     """Partial results go to the workspace of the call."""
     for _ in range(2):
@@ -271,6 +315,111 @@ def streams_threads_and_captures(card):
         assert len(others) == 16 and memory() in mine and not mine & {*others}
 
 
+def elsewhere(x, draw):
+    """A tensor of x's values in memory of another kind: less aligned, of a larger one, with other strides."""
+    shape, way = [*x.shape], draw.randrange(5)
+    if way < 2:
+        begin = (1, 16 // x.element_size())[way]
+        made = x.new_empty(x.numel() + begin)[begin:].view(shape)
+    elif way == 2:
+        made = x.new_empty([*shape[:-1], shape[-1] + 8])[..., : shape[-1]]
+    elif way == 3:
+        made = x.new_empty([shape[0] + 3, *shape[1:]])[2:-1]
+    else:
+        made = x.new_empty(shape[::-1]).permute(*reversed(range(len(shape))))
+    made.copy_(x)
+    return torch.nn.Parameter(made, requires_grad=True) if x.is_floating_point() and draw.random() < 0.2 else made
+
+
+def other_calls(made, draw):
+    """The call with some of its tensors in other memory, or one in the place of another."""
+    function, args, given = made
+    args, given = list(args), dict(given)
+    for _ in range(draw.randrange(4)):
+        kept, at = draw.choice([*((args, i) for i in range(len(args))), *((given, name) for name in given)])
+        x = kept[at]
+        if isinstance(x, torch.Tensor):
+            kept[at] = elsewhere(x, draw)
+        elif isinstance(x, tuple):
+            first, second = x
+            both = torch.stack((first, first), 1)
+            kept[at] = draw.choice((
+                (elsewhere(first, draw), second), (first, first), (first, first.view(first.shape)), [first, second],
+                both, (both[:, 0], both[:, 1]),
+            ))  # fmt: skip
+    if "out" in given:
+        q = next(tensors_in(args))
+        given["out"] = draw.choice((None, q, q[:], *[given["out"]] * 9))
+    return function, args, given
+
+
+def calls_in_any_order(card):
+    """Of tensors that lie in many ways, each call launches, or refuses, what it does in full."""
+    draw, replayed = random.Random(3), 0
+    calls = []
+    for name in ("decode", "xqa", "context", "cudnn", "fmha_paged"):
+        calls += [other_calls(CASES[name](batch=draw.choice((1, 3))), draw) for _ in range(12)]
+    for _ in range(1500):
+        function, args, given = draw.choice(calls)
+        launches, full, refused = [], [], []
+        for call, found in ((function, launches), (function.__wrapped__, full)):
+            try:
+                count = holds(lambda c=call, a=args, g=given, found=found: found.extend(card.made(lambda: c(*a, **g))))
+                replayed += call is function and not count
+            except ValueError as error:
+                refused.append(str(error))
+        assert not refused or refused == refused[:1] * 2
+        if not refused:
+            assert_alike(launches, full, (*args, *given.values()))
+    assert replayed > 500
+
+
+def workspaces_elsewhere(card):
+    """A workspace on the host is not used, and no more of one is written than the call has given."""
+    from tests.core.card import on_host
+
+    function, args, given = latent()
+    whole = torch.empty(1 << 24, dtype=torch.float32)
+    for room, used in ((on_host(torch.empty(1 << 24, dtype=torch.uint8)), False), (whole, True),
+                       (whole.view(torch.uint8)[: whole.numel()], True), (whole.view(torch.uint8)[:1000], False),
+                       (whole.view(torch.uint8)[1:], False), (whole[::2], False)):  # fmt: skip
+        launches = []
+        for _ in range(3):
+            launches += card.made(lambda room=room: function(*args[:2], room, *args[3:], **given))
+        begin, end = room.data_ptr(), room.data_ptr() + room.nbytes
+        inside = any(begin <= word < end for launch in launches for word in words(launch))
+        assert inside == used, (room.dtype, room.shape)
+    # As many elements at one place, of other sizes: what is written ends where the call's ends.
+    count = 1 << 20
+    for dtype in (torch.float32, torch.uint8):
+        room = whole.view(dtype)[:count]
+        launches = card.made(lambda room=room: function(*args[:2], room, *args[3:], **given))
+        begin = room.data_ptr()
+        inside = any(begin <= word < begin + 4 * count for launch in launches for word in words(launch))
+        assert inside == (dtype == torch.float32)
+
+
+def captures_that_torch_does_not_know(card):
+    """What a captured call allocates stays, as its graph reads and writes it as long as it lives."""
+    from flashinfer._core import capture
+    from flashinfer.ops.attention import counters
+
+    for number, name in enumerate(("decode", "latent", "context", "xqa")):
+        function, args, given = CASES[name]()
+        repeated((function, args, given))
+        card.capture = 90 + number
+        try:
+            launches = card.made(lambda f=function, a=args, g=given: f(*a, **g))
+        finally:
+            card.capture = None
+        ours = {word for launch in launches for word in words(launch) if word > 1 << 40}
+        for x in tensors_in((*args, *given.values())):
+            ours = {word for word in ours if not x.data_ptr() <= word < x.data_ptr() + x.nbytes}
+        room, _ = counters._rooms[torch.device("cuda", 0)]
+        kept = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (*capture._kept, room)]
+        assert len(ours) > 2 and all(any(begin <= word < end for begin, end in kept) for word in ours), name
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_calls_like_an_earlier_one(name, on_card):
     on_card(like_an_earlier_one, name)
@@ -285,7 +434,8 @@ def test_other_sizes_between(name, on_card):
     "case",
     (
         new_outputs, what_is_refused, what_moves_and_what_stays, workspaces_of_latent_attention,
-        streams_threads_and_captures,
+        tensors_that_part, streams_threads_and_captures, calls_in_any_order, workspaces_elsewhere,
+        captures_that_torch_does_not_know,
     ),
 )  # fmt: skip
 def test_replays(case, on_card):

@@ -110,7 +110,12 @@ class Bound:
         launch = kernel.hold(grid, values, ("q", *maps, "out", "lse", "kv_indices"))
         if "k_rest_map" not in maps:
             return launch
-        return lambda q, k, *others: launch(q, k, k, *others)
+
+        def launch_both(q, k, *others):
+            launch(q, k, k, *others)
+
+        launch_both.kept = launch.kept
+        return launch_both
 
 
 def _where(p: Problem, c: Sm90Config, x: Inputs) -> tuple[dict, list[int]]:

@@ -119,7 +119,11 @@ def test_scores(types, paged, backend, device):
         if reduce:
             truth, same = truth.amax(0, keepdim=True), same.amax(0, keepdim=True)
         assert_close(got, same, truth, "scores")
-    assert msa_proxy_score(x.q, x.k, x.q_indptr, x.k_indptr).shape == (x.heads, 3, sum(QO))
+    got = msa_proxy_score(x.q, x.k, x.q_indptr, x.k_indptr)
+    assert got.shape == (x.heads, 3, sum(QO))
+    # Contiguous rows that begin anywhere.
+    q, k = (torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) for t in (x.q, x.k))
+    assert_bitwise(msa_proxy_score(q, k, x.q_indptr, x.k_indptr), got)
 
 
 @pytest.mark.parametrize("paged", (False, True))

@@ -129,6 +129,28 @@ def test_keys_side_by_side(heads, keys, backend, device):
     assert_close(got.cpu(), results[1], results[0], "logits")
 
 
+def moved(x):
+    """A contiguous tensor of the same values, a byte past what is aligned."""
+    memory = torch.empty(x.numel() + 1, dtype=torch.uint8, device=x.device)[1:]
+    return memory.view(x.dtype).view(x.shape).copy_(x)
+
+
+def test_rows_at_any_address(backend, device):
+    q, k, scales, weights = torch.randn(5, 3, 32), torch.randn(70, 32), torch.rand(70), torch.randn(5, 3)
+    q, k, scales, weights = q.to(device, FP8), k.to(device, FP8), scales.to(device), weights.to(device)
+    ks, ke = (torch.full((5,), n, dtype=torch.int32, device=device) for n in (0, 70))
+    expected = fp8_mqa_logits(q, (k, scales), weights, ks, ke)
+    for given in ((moved(q), k), (q, moved(k))):
+        assert torch.equal(fp8_mqa_logits(given[0], (given[1], scales), weights, ks, ke), expected)
+    x = Case([20], heads=4, device=device)
+    rest = [t.to(device) for t in (x.weights, x.tables, x.lens)]
+    expected = flashinfer.fp8_paged_mqa_logits(x.q.to(device), x.cache, *rest, 20)
+    # The step of the only request is any.
+    apart = torch.empty(256, dtype=torch.uint8, device=device).view(FP8).as_strided((1, 1, 4, 64), (261, 256, 64, 1))
+    for q in (moved(x.q.to(device)), apart.copy_(x.q)):
+        assert torch.equal(flashinfer.fp8_paged_mqa_logits(q, x.cache, *rest, 20), expected)
+
+
 BAD = {
     "q": dict(q=torch.zeros(2, 1, 4, 64)),
     "kv_fused": dict(kv_fused=torch.zeros(3, 16, 1, 67, dtype=torch.uint8)),

@@ -98,6 +98,16 @@ def test_rows_of_one_element(backend, device, dim, dstate):
 
 
 @backends
+def test_prompts_without_tokens(backend, device):
+    """Rows that are not aligned, of no tokens: nothing is promised of them to a kernel, and states stay."""
+    prompt = Prompt([0, 0], device, heads=3, dim=1)
+    states = prompt.states()
+    out, final = prompt.run(states, backend)
+    assert out.shape == prompt.x.shape
+    assert_bitwise(final, states)
+
+
+@backends
 def test_rounding(backend, device, cut_operands):
     """Products of float16 in tf32 err as those of the states and scores rounded to it do."""
     prompt = Prompt([150], device, dtype=torch.float16)
