@@ -7,11 +7,12 @@ import torch
 
 import flashinfer
 from flashinfer import gdn_decode
+from flashinfer._core.dispatch import Op
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.recurrent.delta.test_delta import Layer
 from tests.ops.recurrent.delta.test_kda import Case, every
-from tests.ops.recurrent.oracle import recurrence
+from tests.ops.recurrent.oracle import bounded_decay, recurrence
 from tests.ops.recurrent.rules import assert_near
 
 backends = pytest.mark.parametrize("backend", ["reference", "portable"])
@@ -58,9 +59,13 @@ def gaps_are_left(part, whole):
 LAYOUTS = ["wide rows", "unaligned", "columns", "neither", "one buffer"]
 
 
+def in_turn(*others):
+    """Each layout, with one of the others in turn."""
+    return [(layout, others[i % len(others)]) for i, layout in enumerate(LAYOUTS)]
+
+
 @backends
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, *FP8], ids=str)
+@pytest.mark.parametrize("layout, dtype", [*in_turn(torch.float32), *in_turn(*FP8)], ids=str)
 def test_steps(backend, device, layout, dtype):
     case = Case(3, 1, dim=32, dtype=torch.float32, device=device)
     pool = case.states(5, dtype)
@@ -82,8 +87,7 @@ def test_steps(backend, device, layout, dtype):
 
 
 @backends
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dim", [24, 32])
+@pytest.mark.parametrize("layout, dim", in_turn(24, 32))
 def test_drafts_in_a_tree(backend, device, layout, dim):
     """States in slots, from gates that are logarithms and keys that are not normalized."""
     tree = [-1, 0, 0, 1, 3]
@@ -107,11 +111,10 @@ def test_drafts_in_a_tree(backend, device, layout, dim):
 
 
 @backends
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dim", [20, 32])
-@pytest.mark.parametrize("lower", [-5.0, None], ids=str)
-def test_prompts(backend, device, layout, dim, lower):
-    """Inputs are slices of one projection that begins in the middle of 16 bytes; offsets are those of a larger table."""
+@pytest.mark.parametrize("layout, size", in_turn((20, -5.0), (32, None)))
+def test_prompts(backend, device, layout, size):
+    """Inputs are slices of one projection, from within 16 bytes on; offsets are those of a larger table."""
+    dim, lower = size
     case = Case(1, 80, (2, 2), dim=dim, lower=lower, device=device)
     mixed = torch.cat([case.q[..., :1], case.q, case.k, case.v], -1)
     q, k, v = (mixed[..., 1 + i * dim : 1 + (i + 1) * dim] for i in range(3))
@@ -160,3 +163,46 @@ def test_commits(backend, device, dtype, dim, gap):
         assert_stored(states[0, slot], layer.truth(i, before[0, slot].float())[1][accepted[i] - 1])
     assert_bitwise(states[0, ::2].contiguous(), before[0, ::2].contiguous())
     assert buffer[..., :gap].isnan().all()
+
+
+def convolved(window, taps):
+    """SiLU of windows [channels, width] times taps, in float64."""
+    y = (window.double() * taps.double()).sum(-1)
+    return y * y.sigmoid()
+
+
+@pytest.mark.parametrize("layout, dtypes", in_turn((torch.float32, torch.float32), (torch.float16, FP8[0])), ids=str)
+@pytest.mark.parametrize("dim", [32, 24])
+@backends
+def test_a_token_of_a_whole_layer(backend, device, layout, dtypes, dim, monkeypatch):
+    """By fused_kda_decode: convolution, gates, recurrence and norm."""
+    dtype, state_dtype = dtypes
+    select, heads, width = Op.__call__, 2, 3
+    monkeypatch.setattr(Op, "__call__", lambda self, problem, device, _="": select(self, problem, device, backend))
+    inner = heads * dim
+
+    def randn(*shape):
+        return generate.randn(*shape, dtype=dtype, device=device)
+
+    x, weight, conv = randn(3, 3 * inner), randn(3, width, inner), randn(5, 3 * inner, width - 1)
+    gate, beta, out_gate = randn(1, 3, heads, dim), randn(1, 3, heads), randn(3, heads, dim)
+    A_log, norm = generate.randn(heads, device=device), generate.randn(dim, device=device)
+    bias = generate.randn(inner, device=device)
+    states, whole = laid(generate.randn(5, heads, dim, dim, device=device).to(state_dtype), layout)
+    before, windows = states.clone().float(), conv.clone()
+    slots = torch.tensor([4, 0, 2], device=device)
+    out = flashinfer.fused_kda_decode(x, weight, conv, gate, beta, A_log, bias, slots, states, out_gate, norm)
+    taps = weight.transpose(1, 2).reshape(-1, width)
+    for row, slot in ((0, 4), (2, 2)):
+        window = torch.cat([windows[slot], x[row][:, None]], 1)
+        q, k, v = convolved(window, taps).reshape(3, 1, heads, dim)
+        decay = bounded_decay(gate[:, row], A_log, bias.view(heads, dim), -5.0)
+        given = q, k, v, decay, beta[:, row].double().sigmoid(), before[slot], dim**-0.5, True
+        o, after, _ = recurrence(*given)
+        o = o[0] / (o[0].square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+        near(out[0, row], o * out_gate[row].double().sigmoid(), by=3e-5 if dtype == torch.float32 else 1e-3)
+        assert_stored(states[slot], after[-1])
+        assert_bitwise(conv[slot], window[:, 1:])
+    assert not out[0, 1].any()
+    assert_bitwise(states[[0, 1, 3]].float().contiguous(), before[[0, 1, 3]])
+    assert gaps_are_left(states, whole)

@@ -357,3 +357,33 @@ def test_a_layer_by_upstreams_class(device, kind):
             plain.run(**dict(zip(("x", "dt", "A", "B", "C"), given)) | change)
     with pytest.raises(ValueError, match="^ngroups: got 3"):
         SSDCombined(128, 4, 16, 32, 3)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("begins", [True, False])
+def test_narrow_states_in_rows_that_begin_anywhere(backend, device, dtype, begins):
+    """Pools, checkpoints and inputs are parts of wider rows; sequences begin with zeros where no states are given."""
+    prompt = Prompt([100, 0, 30], device, heads=4, groups=2, around=(2, 3))
+    mixed = torch.cat([prompt.x[..., :1], prompt.x, prompt.B.repeat_interleave(2, 2), prompt.z], -1)
+    prompt.x, prompt.z = mixed[..., 1:17], mixed[..., -16:]
+    prompt.B = mixed[:, :, ::2, 17:33]
+    wide = torch.full((3, 4, 16, 19), POISON, dtype=dtype, device=device)
+    pool, marks = wide[..., 2:18], torch.full((4, 4, 16, 16), POISON, dtype=dtype, device=device)
+    pool.copy_(prompt.states())
+    before = pool.clone().float() if begins else torch.zeros(3, 4, 16, 16, device=device)
+    tokens = torch.tensor([[102, 70], [102, -1], [132, 103]], dtype=torch.int32, device=device)
+    places = torch.tensor([[3, 0], [1, 2], [2, -1]], dtype=torch.int32, device=device)
+    more = dict(checkpoint_token_indices=tokens, checkpoint_state_slots=places, checkpoint_states=marks)
+    more |= dict(state_indices=torch.arange(3, device=device)) if begins else dict(state_dtype=dtype)
+    out, final = prompt.run(pool if begins else None, backend, **more)
+    assert final.dtype == dtype and (not begins or final is pool)
+    for i in (0, 2):
+        prompt.near(i, before[i], out, final[i], backend)
+    assert_bitwise(final[1].float(), before[1])
+    assert (wide[..., :2] == POISON).all() and (wide[..., 18:] == POISON).all()
+    truth = prompt.truth(0, before[0], backend)
+    assert_bitwise(marks[3], final[0].contiguous())
+    assert_within(marks[0], truth.states[67], truth.state_error[67], "place 0")
+    assert_bitwise(marks[1].float(), before[1])
+    assert_bitwise(marks[2], final[2].contiguous())
