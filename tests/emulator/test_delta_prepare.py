@@ -248,6 +248,15 @@ def test_channels_quickly():
     check_channels()
 
 
+def test_a_gate_of_nan_does_not_pass_for_one_that_forgets(monkeypatch):
+    factors = []
+    monkeypatch.setitem(globals(), "assert_close", lambda *ignored: None)
+    monkeypatch.setitem(globals(), "check_factors", lambda found, *ignored: factors.append(found))
+    for gate in ("linear", "log", "softplus"):
+        check(lengths=(64,), heads=1, gate=gate, decays=float("nan"))
+    assert len(factors) == 3 and all(found.isnan().all() for found in factors)
+
+
 CASES = (
     dict(lengths=(0, 1, 63, 64, 65), heads=2),
     dict(lengths=(64, 130), heads=4, q_heads=2, k_heads=4),

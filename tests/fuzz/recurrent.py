@@ -9,11 +9,13 @@ from flashinfer.mamba import selective_state_update
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from flashinfer.testing.fuzz import Call
+from tests.ops.recurrent import rules
 from tests.ops.recurrent.conv import test_conv as conv
 from tests.ops.recurrent.delta import test_delta as delta
 from tests.ops.recurrent.delta import test_kda as kda
 from tests.ops.recurrent.delta import test_prefill as prefill
 from tests.ops.recurrent.oracle import unit
+from tests.ops.recurrent.rules import assert_near
 from tests.ops.recurrent.ssd import test_ssd as ssd
 from tests.ops.recurrent.ssm import test_ssm as ssm
 
@@ -35,29 +37,6 @@ def sequences(draw):
     return lengths if sum(lengths) else [*lengths, 1], draw.pick((0, 0), (3, 5))
 
 
-def state_error(draw, dtype):
-    """What the state after a prompt errs, of its largest value.
-
-    Kernels round what products multiply: 16-bit floats to their dtype, but float16 to tf32; a few roundings add up.
-    """
-    rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-    return prefill.NEAR if draw.backend == "reference" or dtype not in rounding else 4 * rounding[dtype]
-
-
-def near(draw, out, prompt, i, truth, states):
-    """Assert what kernels make of a prompt in 16 bits.
-
-    They round the states that queries multiply, and what makes these, so they err as states do: of the size of scale
-    times |state| |q|, whose terms may cancel.
-    """
-    q = unit(prompt.q[prompt.span(i)].double())
-    q = q.repeat_interleave(states.shape[1] // q.shape[1], 1)[:, :, None]
-    terms = prompt.scale * (states.abs() * q.abs()).sum(-1)
-    allowed = state_error(draw, out.dtype) * terms.amax() + torch.finfo(out.dtype).eps * truth.abs()
-    error = (out.double() - truth).abs()
-    assert (error <= allowed).all(), f"sequence {i}: {float((error - allowed).max())} more than allowed"
-
-
 def gdn_step(draw):
     batch, (heads, value_heads) = draw.pick(1, 2, 3), draw.pick((1, 1), (1, 2), (2, 4), (3, 3))
     layer = delta.Layer(batch, 1, heads, value_heads, draw.pick(*DIMS), draw.pick(*DIMS), draw.half(), draw.device)
@@ -72,7 +51,7 @@ def gdn_step(draw):
         for i in range(batch):
             delta.assert_like(out[i], layer, i, before[i])
             truth = layer.truth(i, before[i])[1][-1]
-            prefill.assert_near(state[i], truth, f"state {i}")
+            assert_near(state[i], truth, f"state {i}")
 
     return Call(gdn_decode.gated_delta_rule_decode_pretranspose, arguments | dict(backend=draw.backend), check)
 
@@ -96,13 +75,16 @@ def gdn_prompt(draw):
                 assert_bitwise(final[i], first[i])
                 continue
             if out.dtype == torch.float32:
-                prefill.assert_near(out[prompt.span(i)], truth, f"sequence {i}")
+                assert_near(out[prompt.span(i)], truth, f"sequence {i}")
             elif draw.backend == "reference":
                 same = prompt.truth(i, first[i], torch.float32)[0].to(out.dtype)
                 assert_close(out[prompt.span(i)], same, truth, f"sequence {i}")
             else:
-                near(draw, out[prompt.span(i)], prompt, i, truth, on_the_way)
-            prefill.assert_near(final[i], on_the_way[-1], f"state {i}", state_error(draw, out.dtype))
+                q = unit(prompt.q[prompt.span(i)].double())
+                given = out[prompt.span(i)], q, prompt.scale, on_the_way, truth
+                rules.assert_delta_results(draw.backend, *given, f"sequence {i}")
+            allowed = rules.delta_state_error(draw.backend, out.dtype)
+            assert_near(final[i], on_the_way[-1], f"state {i}", allowed)
 
     return Call(flashinfer.chunk_gated_delta_rule, arguments, check)
 
@@ -146,10 +128,7 @@ def state_space_step(draw):
             if slot < 0:
                 assert not out[n].any()
                 continue
-            ssm.near(out[n : n + 1], before[slot], given, [n], softplus=softplus)
-            _, truth = ssm.recurrence(before[slot], given, [n], softplus=softplus)
-            _, same = ssm.recurrence(before[slot], given, [n], torch.float32, softplus)
-            assert_close(state[slot], same[0], truth[0], "state")
+            ssm.near_state(state[slot], ssm.near(out[n : n + 1], before[slot], given, [n], softplus=softplus))
         others = [slot for slot in range(len(state)) if slot not in slots]
         assert_bitwise(state[others], before[others])
 
@@ -171,7 +150,7 @@ def state_space_prompt(draw):
         out, final = result
         for i, n in enumerate(lengths):
             if n:
-                prompt.near(i, states[i], out, final[i], state_error(draw, prompt.x.dtype))
+                prompt.near(i, states[i], out, final[i], draw.backend)
             else:
                 assert_bitwise(final[i], states[i])
 

@@ -1,4 +1,4 @@
-"""What the interpreter leaves out of a product."""
+"""What the interpreter leaves out of a product, and of an extremum."""
 
 import numpy as np
 import pytest
@@ -23,3 +23,13 @@ def cut_operands(monkeypatch, device):
         return dot(self, a, b, d, input_precision, most)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def extrema_of_a_gpu(monkeypatch, device):
+    """Of a number and NaN a GPU's minimum and maximum are the number, unless NaN is asked for; numpy's are NaN."""
+    if device.type == "cpu":
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+            monkeypatch.setattr(InterpreterBuilder, name, lambda self, a, b, of=function: self.binary_op(a, b, of))

@@ -17,6 +17,12 @@ def log_one_plus(x):
 
 
 @triton.jit
+def at_least(log, LEAST: tl.constexpr):
+    """The larger of both; NaN stays NaN, so that a gate of NaN does not pass for one that forgets."""
+    return tl.maximum(log, LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def log_decay(x, rate, numbers, GATE: tl.constexpr):
     """The logarithm of the decay for a float32 gate x with its bias added. A "log" gate is that logarithm."""
     if GATE == "softplus":

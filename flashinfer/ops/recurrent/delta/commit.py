@@ -90,10 +90,11 @@ def _build(problem, config):
     kinds = {"state": problem.state_dtype} | {f"window_{name}": kind for name, kind in window.items()}
     kinds |= {"slots": "i32", "lengths": "i32", "path": "i32" if problem.path else ""}
     kinds |= dict.fromkeys(("track_slots", "track_steps"), "i32" if problem.track else "")
-    whole = {"state": problem.state_dtype, "window_v": problem.dtype, "window_k": problem.dtype}
+    whole = ("state", "window_v", "window_k") if problem.aligned else ()
     types = pointers(kinds, whole)
     places = {"state_by": ("layer", "slot", "head", "row")} | {f"{name}_by": ("layer", "slot") for name in _WINDOWS}
-    types |= place_types(places, {"state_by": problem.state_dtype, "v_by": problem.dtype, "k_by": problem.dtype})
+    units = {"state_by": problem.state_dtype, "v_by": problem.dtype, "k_by": problem.dtype}
+    types |= place_types(places, units if problem.aligned else {})
     sizes = ("blocks", "tokens", "key_dim", "value_dim", "k_group", "null")
     types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
     constants = {name: None for name, kind in kinds.items() if not kind} | {

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
-from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
+from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid
 from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, common, workspace
@@ -47,7 +47,7 @@ def logs_of(at_gate, by_gate, token, inside, wide, rate, shift, numbers, GATE: t
         log = tl.log(log)
     else:
         log = log_decay(log + shift, rate, numbers, GATE)
-    return tl.where(inside_gate, tl.maximum(log, LEAST), 0)
+    return tl.where(inside_gate, at_least(log, LEAST), 0)
 
 
 @triton.jit

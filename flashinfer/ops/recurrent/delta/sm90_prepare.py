@@ -27,7 +27,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma_wait,
 )
 from flashinfer._core.launch import Build, Launcher
-from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
+from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, workspace
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
@@ -132,7 +132,7 @@ def _logs(at_gate, by_gate, a_log, bias, head, token, inside, of, numbers, GATE:
         if bias is not None:
             log += gl.load(bias + head // of.bias_group).to(gl.float32)[:, None]
         log = log_decay(log, rate, numbers, GATE)
-    return gl.where(inside, gl.maximum(log, LEAST), 0.0) * LOG2E
+    return gl.where(inside, at_least(log, LEAST), 0.0) * LOG2E
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from flashinfer._core.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from flashinfer._core.launch import Build, Launcher
-from flashinfer.ops.recurrent._device.gates import log_decay
+from flashinfer.ops.recurrent._device.gates import at_least, log_decay
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.sm90_prepare import (
     BLOCK,
@@ -70,7 +70,7 @@ def _logs(gate, rate, numbers, GATE: gl.constexpr):
         # No decay is below e^-5, so none is below e^LEAST. The constants are of a head: three instructions an element.
         return (numbers.lower * LOG2E) * _reciprocal(1.0 + _exp2(gate * (rate * -LOG2E)))
     log = gl.log(gate) if GATE == "linear" else log_decay(gate, rate, numbers, GATE)
-    return gl.maximum(log, LEAST) * LOG2E
+    return at_least(log, LEAST) * LOG2E
 
 
 @gluon.jit

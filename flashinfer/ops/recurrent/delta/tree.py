@@ -18,7 +18,7 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
-from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
+from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid, unit_length
 from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.keep import keep_token
@@ -102,9 +102,9 @@ def tree_kernel(
                 else:
                     raw_gate = tl.load(tokens.gate + at).to(tl.float32)
                 if gates.KIND == "linear":
-                    log += tl.maximum(tl.log(raw_gate), LEAST)
+                    log += at_least(tl.log(raw_gate), LEAST)
                 else:
-                    log += tl.maximum(log_decay(raw_gate + shift, rate, numbers, gates.KIND), LEAST)
+                    log += at_least(log_decay(raw_gate + shift, rate, numbers, gates.KIND), LEAST)
             share = 1.0
             if tokens.beta is not None:
                 at = origin * beta_by.row + token * beta_by.token + head // of.beta_group * beta_by.head

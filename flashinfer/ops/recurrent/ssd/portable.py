@@ -88,7 +88,8 @@ def steps_kernel(
             step = tl.load(at_dt + head[None, :] * dt_by.head, inside, other=0).to(tl.float32) + shift[None, :]
             if SOFTPLUS:
                 step = tl.maximum(step, 0) + log_one_plus(tl.exp(-tl.abs(step)))
-            step = tl.where(inside, tl.minimum(tl.maximum(step, numbers.least), numbers.most), 0)
+            step = tl.clamp(step, numbers.least, numbers.most, propagate_nan=tl.PropagateNan.ALL)
+            step = tl.where(inside, step, 0)
             sum = tl.cumsum(tl.maximum(step * rate[None, :], LEAST) * LOG2E, 0)
             # That of the tile's last token: a scan adds the zeros behind it in another order, where a state before a
             # later token has to have the same bits (weights_until).

@@ -7,6 +7,9 @@ from torch.nn import functional
 
 from flashinfer._core.implementation import Implementation
 
+# A decay below exp(-64) is taken for exp(-64), as kernels take it: -inf has no differences.
+LEAST = -64.0
+
 
 def run(problem, config, tokens, layer, pool, out, marks=None) -> None:
     """Bits of a sequence depend on nothing else: chunks begin at multiples of `chunk` of their sequence."""
@@ -69,17 +72,18 @@ class _Chunk:
         self.dt = padded(dt.clamp(layer.least, layer.most))
         self.x = padded(x)
         self.B, self.C = (padded(m).repeat_interleave(heads // m.shape[1], 1) for m in (B, C))
-        self.sums = (self.dt * layer.A.float()).cumsum(0)
+        # In float64: of tokens behind one that decays much, differences of sums are to keep their digits.
+        self.sums = (self.dt * layer.A.float()).clamp(min=LEAST).double().cumsum(0)
         self.skip = None if layer.D is None else layer.D.float().view(heads, -1) * self.x
         self.gate = None if tokens.z is None else functional.silu(padded(tokens.z[row, first:last].float()))
 
     def results(self, state) -> torch.Tensor:
         """[chunk, heads, dim]."""
         sums = self.sums.T
-        decay = (sums[:, :, None] - sums[:, None, :]).tril().exp().tril()
+        decay = (sums[:, :, None] - sums[:, None, :]).tril().float().exp().tril()
         scores = torch.einsum("ihn,jhn->hij", self.C, self.B) * decay * self.dt.T[:, None]
         y = torch.einsum("hij,jhd->ihd", scores, self.x)
-        y = y + torch.einsum("ihn,hdn->ihd", self.C, state) * self.sums.exp()[..., None]
+        y = y + torch.einsum("ihn,hdn->ihd", self.C, state) * self.sums.float().exp()[..., None]
         if self.skip is not None:
             y = y + self.skip
         return y if self.gate is None else y * self.gate
@@ -88,9 +92,9 @@ class _Chunk:
         """The state before a token of the chunk, or after its last, of the state at its beginning."""
         last = self.sums[token - 1]
         weight = torch.zeros_like(self.dt)
-        weight[:token] = self.dt[:token] * (last - self.sums[:token]).exp()
+        weight[:token] = self.dt[:token] * (last - self.sums[:token]).float().exp()
         added = torch.einsum("jhd,jhn->hdn", self.x * weight[..., None], self.B)
-        return state * last.exp()[:, None, None] + added
+        return state * last.float().exp()[:, None, None] + added
 
 
 IMPLEMENTATION = Implementation(run)

@@ -1,16 +1,20 @@
 """Kimi delta attention in all of its modes against the recurrence in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import flashinfer
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
+from tests.ops.recurrent import rules
 from tests.ops.recurrent.oracle import bounded_decay, recurrence, softplus_decay
 
 backends = pytest.mark.parametrize("backend", ["reference", "portable"])
 NAN = float("nan")
 NEAR = 2e-5
+assert_near = partial(rules.assert_near, by=NEAR)
 
 
 class Case:
@@ -44,11 +48,6 @@ class Case:
         tensors = (x[row, span] for x in (self.q, self.k, self.v))
         beta = self.beta[row, span].double().sigmoid()
         return recurrence(*tensors, self.decay(row, span), beta, state, self.scale, True, parents, dtype)
-
-
-def assert_near(out, truth, what="", by=NEAR):
-    error, size = (out.double() - truth).abs().max(), max(1.0, float(truth.abs().max()))
-    assert error <= by * size, f"{what}: {float(error)} of {size}"
 
 
 every = slice(None)
@@ -248,8 +247,8 @@ def test_prefill(backend, device, lower, by):
     for i, (begin, end) in enumerate(((1, 66), (66, 66), (66, 90))):
         truth, on_the_way, _ = case.truth(0, slice(begin, end), before[i])
         if begin < end:
-            assert_near(out[0, begin:end], truth, f"sequence {i}", near)
-            assert_near(states[i], on_the_way[-1], f"state {i}", near)
+            assert_near(out[0, begin:end], truth, f"sequence {i}", by=near)
+            assert_near(states[i], on_the_way[-1], f"state {i}", by=near)
         else:
             assert_bitwise(states[i], before[i])
 

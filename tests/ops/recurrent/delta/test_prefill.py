@@ -8,11 +8,10 @@ from flashinfer import gdn_decode
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.recurrent.oracle import recurrence
+from tests.ops.recurrent.rules import assert_near
 
 backends = pytest.mark.parametrize("backend", ["reference", "portable"])
 NAN = float("nan")
-# What a chunk in float32 errs, of the largest value; tests in bfloat16 go by the rule.
-NEAR = 1e-5
 
 
 class Prompt:
@@ -50,11 +49,6 @@ class Prompt:
         s = self.span(i)
         tensors = (self.q[s], self.k[s], self.v[s], self.g[s], self.beta[s])
         return recurrence(*tensors, state, self.scale, True, dtype=dtype)
-
-
-def assert_near(out, truth, what="", by=NEAR):
-    error, size = (out.double() - truth).abs().max(), max(1.0, float(truth.abs().max()))
-    assert error <= by * size, f"{what}: {float(error)} of {size}"
 
 
 @backends

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from flashinfer.testing.compare import assert_bitwise
-from tests.ops.recurrent.delta.test_prefill import NAN, Prompt, assert_near
+from tests.ops.recurrent.delta.test_prefill import NAN, Prompt
+from tests.ops.recurrent.rules import assert_near
 
 backends = pytest.mark.parametrize("backend", ["reference", "portable"])
 CP = {"use_cp": True, "_cp_chunk_len": 128}

@@ -7,12 +7,12 @@ import torch
 
 from flashinfer import mamba
 from flashinfer.mamba.checkpointing_ssu import CheckpointingSSURunner
-from flashinfer.testing.compare import assert_bitwise, assert_close
+from flashinfer.testing.compare import assert_bitwise
 from tests.ops.norm.variants import variant  # the fixture
-from tests.ops.recurrent.ssm.test_ssm import DIM, DSTATE, GROUPS, HEADS, inputs, pool, recurrence
+from tests.ops.recurrent.rules import assert_within
+from tests.ops.recurrent.ssm.test_ssm import DIM, DSTATE, GROUPS, HEADS, inputs, near_state, pool, truth_of
 
 POISON = 777.0
-KINDS = torch.float64, torch.float32
 PER_TOKEN = ("x", "dt", "B", "C", "z")
 
 
@@ -54,16 +54,14 @@ def test_steps_of_speculative_decoding(variant, device, packed):
         for n, slot in enumerate(slots.tolist()):
             tokens = {k: v[n] if k in PER_TOKEN else v for k, v in given.items()}
             new = [*history[n], *range(call * T, call * T + T)]
-            (truth, _), (same, _) = (recurrence(before[slot], tokens, new, dtype=d) for d in KINDS)
-            found = out.view(2, T, HEADS, DIM)[n]
-            assert_close(found, same[-T:], truth[-T:])
+            truth = truth_of(before[slot], tokens, new)
+            assert_within(out.view(2, T, HEADS, DIM)[n], truth.out[-T:], truth.out_error[-T:])
             if full[n]:
                 moved += 1
                 start[slot] = (start[slot] + count[slot]) % R
                 count[slot] = 0
                 if history[n]:
-                    truth, same = (recurrence(before[slot], tokens, history[n], dtype=d)[1][-1] for d in KINDS)
-                    assert_close(state[slot], same, truth)
+                    near_state(state[slot], truth_of(before[slot], tokens, history[n]))
             accepted = (call + n) % 2 + 1
             count[slot] += accepted
             history[n] += range(call * T, call * T + accepted)
@@ -95,10 +93,9 @@ def test_padding_and_narrow_states(variant, device):
     assert_bitwise(state[:2], before[:2])
     tokens = {k: v[1] if k in PER_TOKEN else v for k, v in given.items()} | dict(z=None, D=None, dt_bias=None)
     start_state = before[2].double() * kept[2].double()[..., None]
-    truth, states = recurrence(start_state, tokens, [0, 0, 1], softplus=False)
-    same, _ = recurrence(start_state, tokens, [0, 0, 1], dtype=torch.float32, softplus=False)
-    assert_close(out[1], same[1:], truth[1:])
-    error = (state[2].double() * scale[2].double()[..., None] - states[0]).abs()
+    truth = truth_of(start_state, tokens, [0, 0, 1], softplus=False)
+    assert_within(out[1], truth.out[1:], truth.out_error[1:])
+    error = (state[2].double() * scale[2].double()[..., None] - truth.states[0]).abs()
     assert (error <= 0.51 * scale[2].double()[..., None]).all()
 
 

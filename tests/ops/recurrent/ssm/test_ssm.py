@@ -9,6 +9,8 @@ from flashinfer.ops.recurrent.ssm import philox
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.norm.variants import variant  # the fixture
+from tests.ops.recurrent import rules
+from tests.ops.recurrent.rules import assert_within
 
 BF16 = torch.bfloat16
 HEADS, GROUPS, DIM, DSTATE = 4, 2, 24, 16
@@ -31,31 +33,23 @@ def inputs(shape, device, dtype=torch.float32, tied=True, heads=HEADS, groups=GR
     return dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=bias)
 
 
-def recurrence(h, given, tokens, dtype=torch.float64, softplus=True):
-    """(results, states) of one sequence: `tokens` indexes its tokens, h is its state."""
-    h, results, states = h.to(dtype), [], []
-    for t in tokens:
-        x, dt, B, C = (given[name][t].to(dtype) for name in ("x", "dt", "B", "C"))
-        if given["dt_bias"] is not None:
-            dt = dt + given["dt_bias"].to(dtype)
-        dt = torch.log1p(torch.exp(-dt.abs())) + dt.clamp(min=0) if softplus else dt
-        B, C = (m.repeat_interleave(len(x) // len(m), 0)[:, None] for m in (B, C))
-        h = h * torch.exp(dt[..., None] * given["A"].to(dtype)) + (dt * x)[..., None] * B
-        y = (h * C).sum(-1)
-        if given["D"] is not None:
-            y = y + given["D"].to(dtype) * x
-        if given["z"] is not None:
-            z = given["z"][t].to(dtype)
-            y = y * z / (1 + torch.exp(-z))
-        results.append(y)
-        states.append(h)
-    return torch.stack(results), torch.stack(states)
+def truth_of(h, given, tokens, softplus=True):
+    """Truth of one sequence: `tokens` indexes its tokens, h is its state."""
+    x, dt, B, C = (torch.stack([given[name][t] for t in tokens]) for name in ("x", "dt", "B", "C"))
+    z = None if given["z"] is None else torch.stack([given["z"][t] for t in tokens])
+    return rules.state_space(h, x, dt, given["A"], B, C, given["D"], z, given["dt_bias"], softplus)
 
 
 def near(out, h, given, tokens, **more):
-    truth, _ = recurrence(h, given, tokens, **more)
-    same, _ = recurrence(h, given, tokens, dtype=torch.float32, **more)
-    assert_close(out, same.to(out.dtype), truth)
+    """Assert the results of a sequence, and return its truth."""
+    truth = truth_of(h, given, tokens, **more)
+    assert_within(out, truth.out, truth.out_error)
+    return truth
+
+
+def near_state(state, truth, t=-1):
+    """Assert the state after token t."""
+    assert_within(state, truth.states[t], truth.state_error[t], f"state after {t}")
 
 
 def pool(slots, device, dtype=torch.float32, heads=HEADS):
@@ -78,10 +72,7 @@ def test_decode_on_a_pool(variant, device, tied, dtype, index):
         if not 0 <= slot < 9:
             assert not out[n].any()
             continue
-        near(out[n : n + 1], before[slot], given, [n])
-        _, states = recurrence(before[slot], given, [n])
-        _, same = recurrence(before[slot], given, [n], dtype=torch.float32)
-        assert_close(state[slot], same[0], states[0])
+        near_state(state[slot], near(out[n : n + 1], before[slot], given, [n]))
     others = [slot for slot in range(9) if slot not in (4, 0, 7)]
     assert_bitwise(state[others], before[others])
 
@@ -99,10 +90,7 @@ def test_rows_of_any_length_and_distance(variant, device, dstate, row, tokens):
     for n, slot in enumerate(slots.tolist()):
         each = [(n, t) for t in range(tokens)]
         h = before[slot, ..., :dstate]
-        near(out[n], h, given, each)
-        _, states = recurrence(h, given, each)
-        _, same = recurrence(h, given, each, dtype=torch.float32)
-        assert_close(state[slot], same[-1], states[-1])
+        near_state(state[slot], near(out[n], h, given, each))
     assert_bitwise(wide[..., dstate:], before[..., dstate:])
     assert_bitwise(wide[[0, 3]], before[[0, 3]])
 
@@ -148,11 +136,9 @@ def test_verification_keeps_each_state(variant, device):
     assert_bitwise(state, before)
     for n, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
         tokens = {name: t[n] if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
-        near(out[n], before[slot], tokens, range(4))
+        truth = near(out[n], before[slot], tokens, range(4))
         if row >= 0:
-            kinds = torch.float64, torch.float32
-            (_, states), (_, same) = (recurrence(before[slot], tokens, range(4), dtype=d) for d in kinds)
-            assert_close(each[row, :4], same, states)
+            assert_within(each[row, :4], truth.states, truth.state_error)
     written = torch.zeros(4, 6, dtype=torch.bool)
     written[[0, 2], :4] = True
     assert (each.cpu()[~written] == POISON).all()
@@ -186,13 +172,11 @@ def test_packed_tokens_write_where_the_caller_says(variant, device, goal, specul
             continue
         tokens = range(int(offsets[n]), int(offsets[n + 1]))
         start = int(read[n, accepted[n] - 1 if speculative else 0])
-        near(out[tokens.start : tokens.stop], before[start], given, tokens)
-        kinds = torch.float64, torch.float32
-        (_, states), (_, same) = (recurrence(before[start], given, tokens, dtype=d) for d in kinds)
+        truth = near(out[tokens.start : tokens.stop], before[start], given, tokens)
         goals = [start] if goal is None else table[n, :length].tolist() if goal != "one" else [int(table[n])]
         for slot, t in zip(reversed(goals), range(length - 1, -1, -1)):
             if slot >= 0:
-                assert_close(state[slot], same[t], states[t])
+                near_state(state[slot], truth, t)
                 touched.add(slot)
     others = sorted(set(range(16)) - touched)
     assert_bitwise(state[others], before[others])
@@ -206,9 +190,8 @@ def test_states_of_drafts_are_at_the_slot_where_no_rows_are_given(variant, devic
                            intermediate_states_buffer=each, cache_steps=2)  # fmt: skip
     for n, slot in enumerate(slots.tolist()):
         tokens = {name: t[n] if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
-        _, states = recurrence(before[slot], tokens, range(2))
-        _, same = recurrence(before[slot], tokens, range(2), dtype=torch.float32)
-        assert_close(each[slot], same, states)
+        truth = truth_of(before[slot], tokens, range(2))
+        assert_within(each[slot], truth.states, truth.state_error)
     assert (each[[0, 2]] == POISON).all()
     assert_bitwise(state, before)
 
@@ -228,10 +211,10 @@ def test_narrow_states(variant, device, dtype):
     start = state.double() * (1 if scale is None else scale.double()[..., None])
     selective_state_update(state, **given, dt_softplus=True, state_scale=scale)
     for n in range(2):
-        truth = recurrence(start[n], given, [n])[1][0]
-        found = state[n].double()
+        exact = truth_of(start[n], given, [n])
+        truth, found = exact.states[0], state[n].double()
         if scale is None:
-            assert_close(state[n], truth.to(dtype), truth)
+            near_state(state[n], exact)
             continue
         wanted = truth.abs().amax(-1) / largest
         assert_close(scale[n], wanted.float(), wanted)
@@ -248,7 +231,7 @@ def test_stochastic_rounding(variant, device, dtype):
     coded = dtype == torch.int16
     start = (wide * 100).round() if coded else wide.to(dtype)
     ones = torch.ones(1, 2, DIM, device=device)
-    truth = recurrence(start[0].double(), given, [0])[1][0]
+    truth = truth_of(start[0], given, [0]).states[0]
     stored = []
     for seed in [*range(24), 0]:
         state, scale = start.to(dtype, copy=True), ones.clone() if coded else None
@@ -278,7 +261,7 @@ def test_philox_words():
 def test_long_decode_does_not_drift(device):
     """2000 tokens one at a time, in float32, against float64."""
     given, state = inputs((2000,), device, heads=1, groups=1), pool(1, device, heads=1)
-    truth, states = recurrence(state[0], given, range(2000))
+    truth, states, _, _ = truth_of(state[0], given, range(2000))
     for t in range(2000):
         token = {name: v[t : t + 1] if name in ("x", "dt", "B", "C", "z") else v for name, v in given.items()}
         out = selective_state_update(state, **token, dt_softplus=True)
