@@ -118,7 +118,8 @@ def check_on_device(plan, q_rows: int, k_rows: int) -> None:
     rows = int((q_begin + q_len).max())
     require(rows <= q_rows, names[QO_INDPTR], f"{rows} last", f"at most {q_rows}, the rows of {of_q}")
     pages = (kv_len + page_size - 1) // page_size if page_size else kv_len
-    used = int((kv_begin + pages).max())
+    # A request without keys may begin anywhere: rows of a block table without columns begin behind its end.
+    used = int(torch.where(pages > 0, kv_begin + pages, 0).max())
     if not page_size:
         require(used <= k_rows, names[KV_INDPTR], f"{used} last", f"at most {k_rows}, the rows of {of_k}")
         return
