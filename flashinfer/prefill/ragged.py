@@ -213,7 +213,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             asked, tables = as_slots(asked, tables)
             self._views = partial(slot_views, kv_layout=self._kv_layout)
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-        if any_items(*items):
+        if any_items(*items, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask):
             custom_mask = multi_item_mask(asked, tables, self._names, *items[:3])
         longest_q = check_agrees(
             tables, self._names, asked.page_size, seq_lens=seq_lens, seq_lens_q=seq_lens_q,

@@ -67,7 +67,9 @@ def check_bits(mask: torch.Tensor, total: int) -> None:
 def multi_item(
     q_lens: list[int], kv_lens: list[int], prefix_lens: list[int], positions: torch.Tensor, most: int
 ) -> torch.Tensor:
-    """The mask of multi-item scoring: each item sees the shared prefix and itself, not the other items.
+    """The mask of multi-item scoring: each item sees the shared prefix and itself, as if it stood alone behind it.
+
+    A delimiter sees the prefix alone, and no token sees a delimiter.
 
     Parameters
     ----------
@@ -89,8 +91,8 @@ def multi_item(
         row = torch.arange(kv_len - q_len, kv_len, dtype=torch.int64, device=positions.device)[:, None]
         key = torch.arange(kv_len, dtype=torch.int64, device=positions.device)[None, :]
         after = (row - prefix).clamp(min=0)
-        item_start = row - within[after.clamp(max=max(most - 1, 0))] if most else row
-        seen = (key < prefix) | (key >= item_start) | (row < prefix)
+        delimiter = row - within[after.clamp(max=max(most - 1, 0))] if most else row
+        seen = (key < prefix) | (key > delimiter) | (row < prefix)
         masks.append((seen & (key <= row)).flatten())
     return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device=positions.device)
 
@@ -134,9 +136,12 @@ def _take_packed(table: Table, packed: torch.Tensor, bits: torch.Tensor) -> None
         table.mask = torch.zeros(1, dtype=torch.uint8, device=bits.device)
 
 
-def any_items(prefix_len, positions, most, max_item_len) -> bool:
-    """Whether a plan asks for multi-item scoring. What belongs to it is refused without the prefix."""
+def any_items(prefix_len, positions, most, max_item_len, **masks) -> bool:
+    """Whether a plan asks for multi-item scoring. What belongs to it is refused without the prefix, other masks with
+    it."""
     if prefix_len is not None:
+        for name, mask in masks.items():
+            require(mask is None, name, "a mask", "None with prefix_len_ptr: multi-item scoring has a mask of its own")
         return True
     given = dict(token_pos_in_items_ptr=positions, token_pos_in_items_len=most or None, max_item_len_ptr=max_item_len)
     for name, value in given.items():
@@ -176,8 +181,10 @@ def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len,
     else:
         prefixes = [int(number("prefix_len_ptr", prefix_len))] * batch
     require(len(prefixes) == batch, "prefix_len_ptr", f"{len(prefixes)} elements", f"{batch}, one for each request")
-    for i, (prefix, keys) in enumerate(zip(prefixes, kv_lens)):
+    for i, (prefix, keys, queries) in enumerate(zip(prefixes, kv_lens, q_lens)):
         require(0 <= prefix <= keys, "prefix_len_ptr", f"{prefix} of request {i}", f"0 ... {keys}, its keys")
+        enough = keys - prefix <= most or not queries
+        require(enough, "token_pos_in_items_len", most, f"at least {keys - prefix}, the items of request {i}")
     return multi_item(q_lens, kv_lens, prefixes, positions, most)
 
 

@@ -117,13 +117,13 @@ def test_one_element_tensors_are_numbers(device):
 
 
 def items_seen(q_len, kv_len, prefix, positions):
-    """Row by row: a token sees the prefix, its own item up to itself, and nothing of other items."""
+    """Row by row: a token sees the prefix, its own item up to itself, and nothing of other items or of delimiters."""
     seen = torch.zeros(q_len, kv_len, dtype=torch.bool)
     for row in range(q_len):
         at = kv_len - q_len + row
-        first = at - positions[at - prefix] if at >= prefix else 0
+        delimiter = at - positions[at - prefix] if at >= prefix else -1
         for key in range(at + 1):
-            seen[row, key] = key < prefix or key >= first
+            seen[row, key] = key < prefix or key > delimiter
     return seen
 
 
@@ -149,9 +149,37 @@ def test_multi_item_scoring(options, device):
         with pytest.raises(ValueError, match=f"^{name}: got"):
             ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, **{name: items[name]})
     for name, wrong in (("prefix_len_ptr", 15), ("prefix_len_ptr", torch.tensor([6, 6, 6])),
-                        ("token_pos_in_items_len", 9)):  # fmt: skip
+                        ("token_pos_in_items_len", 9), ("token_pos_in_items_len", 7),
+                        ("custom_mask", torch.ones(252, dtype=torch.bool)),
+                        ("packed_custom_mask", torch.ones(32, dtype=torch.uint8))):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{name}: got"):
             ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, **items | {name: wrong})
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            pages.plan(x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len, *HEADS, DIM, PAGE,
+                       **items | {name: wrong})  # fmt: skip
+
+
+def test_an_item_is_scored_as_if_it_stood_alone_behind_the_prefix(device):
+    """Of the last token of an item a score is made: it sees what it would see without items and delimiters beside."""
+    prefix, lens = 6, (2, 3, 1)
+    positions = [0, *(p for n in lens for p in (*range(1, n + 1), 0))]
+    total = prefix + len(positions)
+    x = generate.ragged_batch([total], [total], *HEADS, DIM, dtype=torch.float32, device=device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, causal=True, q_data_type=torch.float32, prefix_len_ptr=prefix,
+                 token_pos_in_items_ptr=torch.tensor(positions), token_pos_in_items_len=len(positions))  # fmt: skip
+    out = wrapper.run(x.q, x.k, x.v)
+    begin = prefix + 1
+    for n in lens:
+        rows = torch.tensor([*range(prefix), *range(begin, begin + n)], device=device)
+        q, k, v = (t[rows].double() for t in (x.q, x.k, x.v))
+        group = HEADS[0] // HEADS[1]
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        logits = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
+        hidden = torch.ones(len(rows), len(rows), dtype=torch.bool, device=device).triu(1)
+        alone = torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -math.inf).softmax(-1), v)
+        assert_close(out[begin : begin + n], alone[prefix:].float(), alone[prefix:], "out")
+        begin += n + 1
 
 
 def test_what_is_given_twice_has_to_agree():
