@@ -154,7 +154,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         head_dim_vo : int, optional
             Default head_dim_qk.
         custom_mask : bool Tensor [sum(q_len * kv_len)], optional
-            Requests one after another, each row-major [q_len, kv_len]; stands in the place of `causal`.
+            Requests one after another, each row-major [q_len, kv_len], in any axes; stands in the place of `causal`.
         packed_custom_mask : uint8 Tensor, optional
             The same in bits, low bit first, each request starting on a byte; takes precedence.
         causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta

@@ -59,11 +59,6 @@ def as_bool(name: str, mask: torch.Tensor) -> torch.Tensor:
     return mask.to(torch.bool)
 
 
-def check_bits(mask: torch.Tensor, total: int) -> None:
-    require(mask.dim() == 1 and mask.shape[0] == total, "custom_mask", tuple(mask.shape),
-            f"one axis of {total} = sum(q_len * kv_len) elements")  # fmt: skip
-
-
 def multi_item(
     q_lens: list[int], kv_lens: list[int], prefix_lens: list[int], positions: torch.Tensor, most: int
 ) -> torch.Tensor:
@@ -97,41 +92,47 @@ def multi_item(
     return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device=positions.device)
 
 
-def custom_mask_table(table: Table, page_size: int, custom_mask, packed_custom_mask,
-                      fixed: Table | None = None) -> None:  # fmt: skip
-    """Bring a custom mask onto the device as packed bits, into `table`; in CUDA-graph mode in `fixed`, its buffers."""
+def custom_mask_table(table: Table, page_size: int, custom_mask, packed_custom_mask, fixed: Table | None = None,
+                      pairs: torch.Tensor | None = None) -> None:  # fmt: skip
+    """Bring a custom mask onto the device as packed bits, into `table`; in CUDA-graph mode in `fixed`, its buffers.
+
+    `pairs` [batch] are queries times keys of each request, where the host knows them: a mask of another size is refused.
+    """
     if custom_mask is None and packed_custom_mask is None:
         return
     if fixed is not None and fixed.mask is None:
         require(False, "custom_mask", "a mask", "None in CUDA-graph mode without custom_mask_buf")
     bits = table.q_spans()[1] * table.kv_spans(page_size)[1]
+    if pairs is None and not bits.is_cuda:
+        pairs = bits
     if packed_custom_mask is not None:
-        _take_packed(table, packed_custom_mask, bits)
+        _take_packed(table, packed_custom_mask, bits, pairs)
     else:
-        mask = as_bool("custom_mask", custom_mask).to(bits.device, non_blocking=True)
-        if not mask.is_cuda:
-            check_bits(mask, int(bits.sum()))
+        mask = as_bool("custom_mask", custom_mask).reshape(-1).to(bits.device, non_blocking=True)
+        total = mask.numel() if pairs is None else int(pairs.sum())
+        require(mask.numel() == total, "custom_mask", tuple(custom_mask.shape),
+                f"{total} elements, sum(q_len * kv_len)")  # fmt: skip
         table.mask, table.mask_indptr = pack(mask, bits)
     if fixed is None:
         return
     most, length = fixed.mask.shape[0], table.mask.shape[0]
     if custom_mask is not None:
         # pack() pads for the worst rounding; what is past the bits is zero and may be left out.
-        length = min(length, (custom_mask.shape[0] + 7) // 8 + table.batch_size)
+        length = min(length, (custom_mask.numel() + 7) // 8 + table.batch_size)
     require(length <= most, "custom_mask", f"{length} bytes packed", f"at most {most}, custom_mask_buf's length")
     fixed.mask[:length].copy_(table.mask[:length])
     fixed.mask_indptr[: table.mask_indptr.shape[0]].copy_(table.mask_indptr)
     table.mask, table.mask_indptr = fixed.mask, fixed.mask_indptr
 
 
-def _take_packed(table: Table, packed: torch.Tensor, bits: torch.Tensor) -> None:
+def _take_packed(table: Table, packed: torch.Tensor, bits: torch.Tensor, pairs: torch.Tensor | None) -> None:
     require_tensor("packed_custom_mask", packed)
-    packed = packed.to(bits.device, non_blocking=True)
     require(packed.dtype == torch.uint8, "packed_custom_mask", packed.dtype, "uint8")
+    if pairs is not None:
+        least = int(((pairs + 7) // 8).sum())
+        require(packed.numel() >= least, "packed_custom_mask", f"{packed.numel()} bytes", f"at least {least}")
+    packed = packed.reshape(-1).to(bits.device, non_blocking=True)
     table.mask, table.mask_indptr = packed.contiguous(), packed_indptr(bits)
-    if not packed.is_cuda:
-        most = int(table.mask_indptr[-1])
-        require(packed.numel() >= most, "packed_custom_mask", f"{packed.numel()} bytes", f"at least {most}")
     if not packed.numel():
         table.mask = torch.zeros(1, dtype=torch.uint8, device=bits.device)
 

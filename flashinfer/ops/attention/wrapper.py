@@ -266,7 +266,8 @@ class AttentionWrapper:
         if graph:
             fill_buffers(fixed, tables, counts, host, stream, self._in_tokens, self._on_gpu)
         if masked:
-            custom_mask_table(table, options.page_size, *mask, fixed=self._shown if graph else None)
+            pairs = host.pairs(options.page_size, q_len)
+            custom_mask_table(table, options.page_size, *mask, self._shown if graph else None, pairs)
         self._take_up(kernels, table, limits, stream)
         return host
 

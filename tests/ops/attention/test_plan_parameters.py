@@ -238,3 +238,37 @@ def test_queries_of_a_request_that_only_run_knows(backend, device):
     other.plan(made.indptr, made.indices, made.last_page_len, *HEADS, DIM, page)
     with pytest.raises(ValueError, match="^q: got "):
         other.run(batches[3].q, made.kv_cache)
+
+
+@pytest.mark.parametrize("kind", ("ragged", "paged", "graph"))
+def test_masks_come_in_any_axes_and_have_the_size_of_their_batch(kind, device):
+    """Also where the mask is on a GPU: the tables on the host say how large it has to be."""
+    x = generate.ragged_batch([3, 0, 5], [9, 4, 5], *HEADS, DIM, dtype=torch.float16, device=device)
+    paged, masks = generate.paged(x, PAGE), [torch.rand(n, device=device) < 0.5 for n in (27, 0, 25)]
+    flat = torch.cat(masks)
+    packed = torch.cat([flashinfer.packbits(mask, "little") for mask in masks])
+    tables = [t.cpu() for t in (x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len)]
+    if kind == "ragged":
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+        plan = lambda **mask: wrapper.plan(x.qo_indptr.cpu(), x.kv_indptr.cpu(), *HEADS, DIM, **mask)
+        run = lambda: wrapper.run(x.q, x.k, x.v, return_lse=True)
+    else:
+        buffer = lambda n, dtype=torch.int32: torch.zeros(n, dtype=dtype, device=device)
+        buffers = dict(
+            use_cuda_graph=True, qo_indptr_buf=buffer(6), paged_kv_indptr_buf=buffer(6),
+            paged_kv_indices_buf=buffer(20), paged_kv_last_page_len_buf=buffer(5),
+            custom_mask_buf=buffer(40, torch.uint8), mask_indptr_buf=buffer(6),
+        )  # fmt: skip
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace(device), **(buffers if kind == "graph" else {})
+        )
+        plan = lambda **mask: wrapper.plan(*tables, *HEADS, DIM, PAGE, **mask)
+        run = lambda: wrapper.run(x.q, paged.kv_cache, return_lse=True)
+    for given in (dict(custom_mask=flat), dict(custom_mask=flat.view(4, 13)), dict(custom_mask=flat[None, :, None]),
+                  dict(packed_custom_mask=packed), dict(packed_custom_mask=packed.view(2, 4))):  # fmt: skip
+        plan(**given)
+        check(run(), x, Options(), Extras(masks=masks))
+    for name, wrong in (("custom_mask", flat[:-1]), ("custom_mask", torch.cat((flat, flat))),
+                        ("packed_custom_mask", packed[:-1])):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            plan(**{name: wrong})
