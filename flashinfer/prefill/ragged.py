@@ -264,9 +264,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         lse_base, lse_layout : str
             Of the log-sum-exp, one that is given too: "log2" or "ln"; "NH" [rows, num_qo_heads] or "HN"
             [num_qo_heads, rows].
-        kv_cache_sf : (Tensor, Tensor), optional
+        kv_cache_sf : (Tensor, Tensor) or Tensor, optional
             Of k and v in a format with factors, which kv_data_type names: the factors, laid out as k and v, as
-            kv_block_scales of `BatchDecodeWithPagedKVCacheWrapper.run`, row by row.
+            kv_block_scales of `BatchDecodeWithPagedKVCacheWrapper.run`, row by row; in one tensor with 2 as its second
+            axis, too.
 
         Returns
         -------

@@ -353,8 +353,11 @@ def slot_views(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[t
 
 def slot_factors(kv_cache_sf, kv_layout: str) -> dict:
     """Their factors, laid out as those, as Plan.run takes them."""
+    if isinstance(kv_cache_sf, torch.Tensor) and kv_cache_sf.dim() == 4:
+        kv_cache_sf = kv_cache_sf.unbind(1)
+    shown = f"{tuple(kv_cache_sf.shape)}" if isinstance(kv_cache_sf, torch.Tensor) else f"a {type(kv_cache_sf).__name__}"
     pair = isinstance(kv_cache_sf, (tuple, list)) and len(kv_cache_sf) == 2
-    require(pair, "kv_cache_sf", f"a {type(kv_cache_sf).__name__}", "a pair of tensors: the factors of k and of v")
+    require(pair, "kv_cache_sf", shown, "a pair of tensors, or one with 2 as its second axis: the factors of k and v")
     k_factors, v_factors = slot_views(kv_cache_sf, kv_layout)
     for factors in (k_factors, v_factors):
         allowed = "float8_e4m3fn, uint8: factors of nvfp4 k and v; float32 of other formats"

@@ -85,8 +85,13 @@ def test_nvfp4_keys_in_rows(kv_layout, device):
         wrapper.plan(*offsets, *HEADS, DIM, dim_vo, causal=True, kv_data_type="nvfp4")
         factors = turn(kf), turn(vf).view(torch.uint8)
         check(wrapper.run(q, turn(k), turn(v), kv_cache_sf=factors, return_lse=True), x, options)
-    with pytest.raises(ValueError, match="kv_block_scales|kv_cache_sf"):
-        wrapper.run(q, turn(k), turn(v))
+    wrapper.plan(*offsets, *HEADS, DIM, causal=True, kv_data_type="nvfp4")
+    in_one = torch.stack((turn(kf), turn(kf)), 1)
+    same = generate.Ragged(q, x.k, x.k, x.qo_indptr, x.kv_indptr)
+    check(wrapper.run(q, turn(k), turn(k), kv_cache_sf=in_one, return_lse=True), same, options)
+    for wrong in (None, in_one[:, 0], in_one[:, :1], (turn(kf),), 1.0):
+        with pytest.raises(ValueError, match="kv_block_scales|kv_cache_sf"):
+            wrapper.run(q, turn(k), turn(k), kv_cache_sf=wrong)
     alone = generate.Ragged(q[3:], x.k[9:], x.v[9:], generate.indptr([3], device), generate.indptr([17], device))
     result = flashinfer.single_prefill_with_kv_cache(
         q[3:], turn(k[9:]), turn(v[9:]), causal=True, kv_layout=kv_layout, kv_cache_sf=(turn(kf[9:]), turn(vf[9:])),
