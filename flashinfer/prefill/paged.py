@@ -84,6 +84,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         variant_owns_mask: bool = False,
         variant: AttentionVariant | None = None,
     ):
+        check_flag("use_cuda_graph", use_cuda_graph)
         buffers = None
         if use_cuda_graph:
             needed = _BUFFERS | ({} if custom_mask_buf is None else MASK_BUFFERS)

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from flashinfer._core.checks import number, require, require_tensor
+from flashinfer.ops.attention.agree import as_count
 from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.options import MOST_KEYS, PlanOptions
 from flashinfer.ops.attention.tables import KV_INDPTR, LENGTHS, Table
@@ -96,7 +97,8 @@ def custom_mask_table(table: Table, page_size: int, custom_mask, packed_custom_m
                       pairs: torch.Tensor | None = None) -> None:  # fmt: skip
     """Bring a custom mask onto the device as packed bits, into `table`; in CUDA-graph mode in `fixed`, its buffers.
 
-    `pairs` [batch] are queries times keys of each request, where the host knows them: a mask of another size is refused.
+    `pairs` [batch] are queries times keys of each request, where the host knows them. A mask of another size is refused
+    then.
     """
     if custom_mask is None and packed_custom_mask is None:
         return
@@ -165,7 +167,7 @@ def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len,
     page_size = asked.plain().checked().page_size
     host_lengths(tables, names, page_size, 0)
     require(positions is not None, "token_pos_in_items_ptr", None, "a tensor, with prefix_len_ptr")
-    most, batch = int(number("token_pos_in_items_len", most)), tables[KV_INDPTR].numel() - 1
+    most, batch = as_count("token_pos_in_items_len", most), tables[KV_INDPTR].numel() - 1
     require_tensor("token_pos_in_items_ptr", positions)
     positions = positions.flatten().to(torch.int64)
     enough = most > 0 and positions.numel() >= batch * most
@@ -180,7 +182,7 @@ def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len,
     if isinstance(prefix_len, torch.Tensor) and prefix_len.numel() > 1:
         prefixes = prefix_len.flatten().tolist()
     else:
-        prefixes = [int(number("prefix_len_ptr", prefix_len))] * batch
+        prefixes = [as_count("prefix_len_ptr", prefix_len)] * batch
     require(len(prefixes) == batch, "prefix_len_ptr", f"{len(prefixes)} elements", f"{batch}, one for each request")
     for i, (prefix, keys, queries) in enumerate(zip(prefixes, kv_lens, q_lens)):
         require(0 <= prefix <= keys, "prefix_len_ptr", f"{prefix} of request {i}", f"0 ... {keys}, its keys")

@@ -355,7 +355,7 @@ def slot_factors(kv_cache_sf, kv_layout: str) -> dict:
     """Their factors, laid out as those, as Plan.run takes them."""
     if isinstance(kv_cache_sf, torch.Tensor) and kv_cache_sf.dim() == 4:
         kv_cache_sf = kv_cache_sf.unbind(1)
-    shown = f"{tuple(kv_cache_sf.shape)}" if isinstance(kv_cache_sf, torch.Tensor) else f"a {type(kv_cache_sf).__name__}"
+    shown = tuple(kv_cache_sf.shape) if isinstance(kv_cache_sf, torch.Tensor) else f"a {type(kv_cache_sf).__name__}"
     pair = isinstance(kv_cache_sf, (tuple, list)) and len(kv_cache_sf) == 2
     require(pair, "kv_cache_sf", shown, "a pair of tensors, or one with 2 as its second axis: the factors of k and v")
     k_factors, v_factors = slot_views(kv_cache_sf, kv_layout)
