@@ -170,9 +170,9 @@ class PODWithPagedKVCacheWrapper(OneWorkspace):
         packed_custom_mask_d: torch.Tensor | None = None,
         causal_d: bool = False,
         kv_layout_d: KvLayout = "NHD",
-        pos_encoding_mode_d: PosEncodingMode = "NONE",
+        pos_encoding_mode_d: PosEncodingMode | None = "NONE",
         sm_scale_d: float | None = None,
-        window_left_d: int = -1,
+        window_left_d: int | None = -1,
         rope_scale_d: float | None = None,
         rope_theta_d: float | None = None,
         q_scale: float | torch.Tensor | None = None,
@@ -199,7 +199,7 @@ class PODWithPagedKVCacheWrapper(OneWorkspace):
         kv_layout_d : str
             The constructor's, or left at its default.
         pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
-            In the place of the planned ones; their defaults leave those.
+            In the place of the planned ones; their defaults, and None, leave those.
         q_scale, k_scale, v_scale : float or Tensor, optional
             Scales of quantised q, k and v, of both parts.
         use_fp16_qk_reduction, enable_pdl

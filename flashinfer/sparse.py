@@ -165,6 +165,8 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
         if block_mask is not None:
             given = mask is not None or packed_mask is not None
             require(not given, "block_mask", "a tensor beside a mask", "one of them alone")
+            divides = num_kv_heads > 0 and 0 < num_qo_heads < 1 << 31 and num_qo_heads % num_kv_heads == 0
+            require(divides, "num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
             group, block_mask = num_qo_heads // num_kv_heads, as_bool("block_mask", block_mask).to("cpu")
             if self._per_head and group > 1 and block_mask.shape[0] == num_qo_heads:
                 block_mask = of_groups(block_mask, group)

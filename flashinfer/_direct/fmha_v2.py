@@ -15,6 +15,7 @@ from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, in_blocks
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, scales_of, value_dim
 from flashinfer.ops.attention.masks import chunk_mask
+from flashinfer.ops.attention.options import MOST_KEYS
 from flashinfer.ops.attention.tables import Table
 
 _LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND")
@@ -27,7 +28,7 @@ _MASKS = ("causal", "sliding_window", "chunked", "padding")
        num_kv_heads="qkv", head_dim_vo="qkv", page_size="qkv", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_cache="qkv", qo_indptr="cum_seq_lens_q",
        kv_indptr="cum_seq_lens_kv", logits_soft_cap="logits_soft_cap_scale", num_heads="qkv",
-       query="qkv", key="qkv", value="qkv")  # fmt: skip
+       query="qkv", key="qkv", value="qkv", k="qkv", v="qkv")  # fmt: skip
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor | tuple[torch.Tensor, ...],
     input_layout: str,
@@ -147,7 +148,7 @@ def trtllm_fmha_v2_prefill(
     options: dict[str, Any] = dict(
         longest_q=whole("max_q_len", max_q_len, 0), causal=mask != "padding" or alibi, window_left=window,
         o_dtype=output.dtype, soft_cap=cap or None, alibi=alibi, sinks=head_sinks(sinks, query.shape[1]), **output.call,
-        masked=chunk_mask(chunk) if chunk else (None, None),
+        masked=chunk_mask(min(chunk, MOST_KEYS)) if chunk else (None, None),
         **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device)),
     )  # fmt: skip
     if paged:

@@ -133,7 +133,7 @@ class BatchAttention(AttentionWrapper):
         lse: torch.Tensor | None = None,
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
-        logits_soft_cap: float = 0.0,
+        logits_soft_cap: float | None = 0.0,
         profiler_buffer: torch.Tensor | None = None,
         kv_cache_sf=None,
         lse_base: LseBase = "log2",
@@ -149,8 +149,8 @@ class BatchAttention(AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], optional
         k_scale, v_scale : float or Tensor, optional
             Scales of quantised k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
-        logits_soft_cap : float
-            In the place of the planned one; 0 leaves that.
+        logits_soft_cap : float, optional
+            In the place of the planned one; 0 and None leave that.
         profiler_buffer : optional
             Refused.
         kv_cache_sf : (Tensor, Tensor) or Tensor, optional

@@ -8,9 +8,13 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, present, require
 from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.ops.attention.copies import MadeOfWrappers
+from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 from .merge import V_DTYPES, merge_states
+
+# Each has a wrapper of its own.
+_MOST_LEVELS = 1024
 
 
 class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
@@ -23,7 +27,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
     Parameters
     ----------
     num_levels : int
-        1 or more; 1 is plain paged attention.
+        1 to 1024; 1 is plain paged attention.
     float_workspace_buffer : torch.Tensor
         uint8 scratch on the compute device, shared by the levels, which run one after another.
     kv_layout : str
@@ -37,7 +41,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
     Raises
     ------
     ValueError
-        num_levels below 1; with use_cuda_graph, a list that has not one tensor per level.
+        num_levels out of its range; with use_cuda_graph, a list that has not one tensor per level.
 
     Notes
     -----
@@ -67,7 +71,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
     ):
-        require(num_levels >= 1, "num_levels", num_levels, "1 or more")
+        require(1 <= num_levels <= _MOST_LEVELS, "num_levels", num_levels, f"1 ... {_MOST_LEVELS}")
         self._num_levels = num_levels
         self._use_cuda_graph = use_cuda_graph
         buffers = dict(
@@ -199,6 +203,8 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
                     f"window_left: got {window_left}; allowed: -1 with two levels or more and use_cuda_graph"
                 )
             if window_left >= 0:
+                for i, level in enumerate(self._levels):
+                    host_lengths(tuple(tables[j][i] for j in (0, 1, 3, 2)), level._names, page_size, 0)
                 masks = _window_masks(tables, page_size, window_left, self._levels[0].device)
         for i, (level, mask) in enumerate(zip(self._levels, masks)):
             last = i == self._num_levels - 1

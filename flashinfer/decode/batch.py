@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import require
 from flashinfer._core.literals import Backend, KvLayout, LseBase, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
@@ -87,6 +88,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         jit_args=None,
         variant: AttentionVariant | None = None,
     ):
+        check_flag("use_cuda_graph", use_cuda_graph)
         buffers = None
         if use_cuda_graph:
             buffers = check_buffers(
@@ -485,15 +487,11 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     torch.Size([2, 8, 64])
     """
 
+    @named(float_workspace_buffer="workspace_buffer", **{x: x.removeprefix("paged_kv_") for x in _BUFFERS.values()})
     def __init__(
-        self,
-        workspace_buffer: torch.Tensor,
-        indptr_buffer: torch.Tensor,
-        indices_buffer: torch.Tensor,
-        last_page_len_buffer: torch.Tensor,
-        kv_layout: KvLayout = "NHD",
-        use_tensor_cores: bool = False,
-    ):
+        self, workspace_buffer: torch.Tensor, indptr_buffer: torch.Tensor, indices_buffer: torch.Tensor,
+        last_page_len_buffer: torch.Tensor, kv_layout: KvLayout = "NHD", use_tensor_cores: bool = False,
+    ):  # fmt: skip
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
         )

@@ -80,7 +80,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         *,
         variant: AttentionVariant | None = None,
     ):
-        fixed = (qo_indptr, kv_indptr, kv_len_arr, kv_indices) if use_cuda_graph else None
+        fixed = (qo_indptr, kv_indptr, kv_len_arr, kv_indices) if flag("use_cuda_graph", use_cuda_graph) else None
         super().__init__(float_workspace_buffer, backend, fixed, variant)
         self._lse_base_e = False
 
@@ -187,6 +187,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             if value not in known:
                 require(False, name, repr(value), ", ".join(map(repr, known)))
         flag("use_sinks", use_sinks), flag("skip_softmax", skip_softmax)
+        longest_q = 1 if max_q_len is None else max(whole("max_q_len", max_q_len, 0), 1)
         num_heads, page_size = whole("num_heads", num_heads), whole("page_size", page_size)
         head_dim_ckv, head_dim_kpe = whole("head_dim_ckv", head_dim_ckv), whole("head_dim_kpe", head_dim_kpe)
         asked = plan_options(
@@ -202,11 +203,11 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
                 if t is None:
                     require(False, names[i], None, "a tensor")
             # Where only the device knows how long queries are, they are likely one token each.
-            self._plan(asked, tables, likely_q=max_q_len or 1)
+            self._plan(asked, tables, likely_q=longest_q)
         else:
             for name, t in zip(names, tables, strict=True):
                 require(t is None, name, "a tensor", "None with block_tables, seq_lens and cum_seq_lens_q")
-            self._plan_blocks(self._checked(asked), block_tables, seq_lens, cum_seq_lens_q, max_q_len or 1)
+            self._plan_blocks(self._checked(asked), block_tables, seq_lens, cum_seq_lens_q, longest_q)
         self._lse_base_e, self._kv_cache_layout = lse_mode == "basee", kv_cache_layout
 
     def run(
@@ -334,12 +335,12 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         if shape is not None:
             out, lse = as_rows("out", out, q_nope.shape), as_rows("lse", lse, q_nope.shape[:2])
         for name, t in (("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache),
-                        ("out", out), ("lse", lse)):  # fmt: skip
+                        ("out", out), ("lse", lse), ("sinks", sinks)):  # fmt: skip
             if t is not None:
                 require_tensor(name, t)
         call: dict[str, Any] = dict(
             out=out, lse=lse, return_lse=flag("return_lse", return_lse) or lse is not None, sinks=sinks, params=params,
-            base_e=return_lse_base_on_e or self._lse_base_e,
+            base_e=flag("return_lse_base_on_e", return_lse_base_on_e) or self._lse_base_e,
         )  # fmt: skip
         asked = plan.options if plan is not None else _unplanned(q_nope, q_pe, ckv_cache, out, self._variant)
         factors = _factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
@@ -397,11 +398,12 @@ def _factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) ->
 def _checked_factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
     o_scale = None if o_scale is None else real("o_scale", o_scale)
     require(o_scale is None or o_scale > 0, "o_scale", o_scale, "None, or a positive number")
-    ckv_scale = None if ckv_scale is None else real("ckv_scale", ckv_scale)
-    kpe_scale = None if kpe_scale is None else real("kpe_scale", kpe_scale)
+    for name, value in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
+        if value is not None and not isinstance(value, torch.Tensor):
+            real(name, value)
     logits = present("sm_scale", sm_scale if bmm1_scale is None else bmm1_scale, "a number, or bmm1_scale at run()")
-    latent = 1.0 if ckv_scale is None else float(ckv_scale)
-    position = 1.0 if kpe_scale is None else float(kpe_scale)
+    latent = 1.0 if ckv_scale is None else real("ckv_scale", ckv_scale)
+    position = 1.0 if kpe_scale is None else real("kpe_scale", kpe_scale)
     require(latent > 0, "ckv_scale", ckv_scale, "a positive number")
     return factors_of(
         logits, 1.0 if bmm2_scale is None else bmm2_scale, latent, position, 1.0 if o_scale is None else o_scale,

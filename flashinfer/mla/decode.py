@@ -27,8 +27,9 @@ _MOST_HEADS = 128
 @direct(bounds=("max_seq_len",))
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
-       num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
-       q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
+       num_kv_heads="kv_cache", head_dim_vo="kv_lora_rank", head_dim_kpe="qk_rope_head_dim", page_size="kv_cache",
+       v_scale="bmm2_scale", q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens",
+       num_heads="query", q_nope="query", q_pe="query", ckv_cache="kv_cache", kpe_cache="kv_cache")  # fmt: skip
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -269,7 +270,7 @@ def token_table(
     tokens = integers(tokens.reshape(count, top_k), named, device, (count, top_k))
     check_entries(named, tokens)
     lens = ones_times(top_k, count, device) if lens is None else flat_integers(lens, lens_named, device, count)
-    return block_table(tokens, lens, q_len=1)
+    return block_table(tokens, lens, q_len=1, names=("qo_indptr", "kv_indptr", lens_named, named))
 
 
 @direct(bounds=("max_seq_len",))

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import require
+from flashinfer._core.checks import renamed, require
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, without_heads
@@ -23,7 +23,7 @@ _WINDOW = 128
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="swa_kv_cache",
        num_kv_heads="swa_kv_cache", head_dim_vo="swa_kv_cache", page_size="swa_kv_cache",
        v_scale="bmm2_scale", q_scale="bmm1_scale", kv_cache="swa_kv_cache",
-       qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
+       qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query", q_nope="query")  # fmt: skip
 def trtllm_batch_decode_sparse_mla_dsv4(
     query: torch.Tensor,
     swa_kv_cache: torch.Tensor,
@@ -168,11 +168,14 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     )  # fmt: skip
     factors = factors_of(scale("bmm1_scale", bmm1_scale, rows.device), scale("bmm2_scale", bmm2_scale, rows.device))
     table = token_table(sparse_indices, width, sparse_topk_lens, rows, "sparse_indices", "sparse_topk_lens")
-    result = attend(
-        query, rows, cache, asked, table, factors, longest_q=1, given=workspace_buffer,
-        backend="auto" if backend == "sparse" else backend, out=out, lse=None, return_lse=False,
-        sinks=head_sinks(sinks, query.shape[-2]), first_ckv=window if first else None,
-    )  # fmt: skip
+    try:
+        result = attend(
+            query, rows, cache, asked, table, factors, longest_q=1, given=workspace_buffer,
+            backend="auto" if backend == "sparse" else backend, out=out, lse=None, return_lse=False,
+            sinks=head_sinks(sinks, query.shape[-2]), first_ckv=window if first else None,
+        )  # fmt: skip
+    except ValueError as error:
+        raise renamed(error, dict(ckv_cache="compressed_kv_cache" if first else "swa_kv_cache")) from None
     return result[0] if isinstance(result, tuple) else result
 
 

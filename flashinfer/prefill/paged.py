@@ -84,6 +84,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         variant_owns_mask: bool = False,
         variant: AttentionVariant | None = None,
     ):
+        check_flag("use_cuda_graph", use_cuda_graph)
         buffers = None
         if use_cuda_graph:
             needed = _BUFFERS | ({} if custom_mask_buf is None else MASK_BUFFERS)
@@ -154,7 +155,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         head_dim_vo : int, optional
             Default head_dim_qk.
         custom_mask : bool Tensor [sum(q_len * kv_len)], optional
-            Requests one after another, each row-major [q_len, kv_len]; stands in the place of `causal`.
+            Requests one after another, each row-major [q_len, kv_len], in any axes; stands in the place of `causal`.
         packed_custom_mask : uint8 Tensor, optional
             The same in bits, low bit first, each request starting on a byte; takes precedence.
         causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
@@ -164,11 +165,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         non_blocking : bool
             Copies to the device never wait here; False changes nothing else.
         prefix_len_ptr : int Tensor [batch_size], or int, optional
-            Multi-item scoring: how many keys of each request are the shared prefix. Needs the next two, which need it.
+            Multi-item scoring: how many keys of each request are the shared prefix. Needs the next two, which need it,
+            and no mask beside it. Queries of items see the prefix and their own item up to themselves.
         token_pos_in_items_ptr : int Tensor [batch_size * token_pos_in_items_len], optional
-            For each token after the prefix its position within its item; 0 is a delimiter.
+            For each token after the prefix its position within its item, from 1; 0 is a delimiter, one before each item
+            and one behind the last. No token sees a delimiter, so that an item is scored as if it stood alone.
         token_pos_in_items_len : int
-            Entries per request in token_pos_in_items_ptr.
+            Entries per request in token_pos_in_items_ptr, at least as many as it has keys after the prefix.
         max_item_len_ptr : int Tensor [batch_size], optional
             Longest item of each request; it follows from the positions and is not read.
         seq_lens, seq_lens_q, block_tables, max_sequence_kv : optional
@@ -210,7 +213,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         self._views = self._views_of(page_size, num_kv_heads)
         tables = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-        if any_items(*items):
+        if any_items(*items, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask):
             custom_mask = multi_item_mask(asked, tables, self._names, *items[:3])
         longest_q = check_agrees(
             tables, self._names, page_size, seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables,

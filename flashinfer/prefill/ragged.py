@@ -84,6 +84,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         variant_owns_mask: bool = False,
         variant: AttentionVariant | None = None,
     ):
+        check_flag("use_cuda_graph", use_cuda_graph)
         buffers = None
         if use_cuda_graph:
             needed = _BUFFERS | ({} if custom_mask_buf is None else MASK_BUFFERS)
@@ -143,7 +144,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         head_dim_vo : int, optional
             Default head_dim_qk.
         custom_mask : bool Tensor [sum(q_len * kv_len)], optional
-            Requests one after another, each row-major [q_len, kv_len]; stands in the place of `causal`.
+            Requests one after another, each row-major [q_len, kv_len], in any axes; stands in the place of `causal`.
         packed_custom_mask : uint8 Tensor, optional
             The same in bits, low bit first, each request starting on a byte; takes precedence.
         causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
@@ -213,7 +214,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             asked, tables = as_slots(asked, tables)
             self._views = partial(slot_views, kv_layout=self._kv_layout)
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-        if any_items(*items):
+        if any_items(*items, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask):
             custom_mask = multi_item_mask(asked, tables, self._names, *items[:3])
         longest_q = check_agrees(
             tables, self._names, asked.page_size, seq_lens=seq_lens, seq_lens_q=seq_lens_q,
@@ -264,9 +265,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         lse_base, lse_layout : str
             Of the log-sum-exp, one that is given too: "log2" or "ln"; "NH" [rows, num_qo_heads] or "HN"
             [num_qo_heads, rows].
-        kv_cache_sf : (Tensor, Tensor), optional
+        kv_cache_sf : (Tensor, Tensor) or Tensor, optional
             Of k and v in a format with factors, which kv_data_type names: the factors, laid out as k and v, as
-            kv_block_scales of `BatchDecodeWithPagedKVCacheWrapper.run`, row by row.
+            kv_block_scales of `BatchDecodeWithPagedKVCacheWrapper.run`, row by row; in one tensor with 2 as its second
+            axis, too.
 
         Returns
         -------

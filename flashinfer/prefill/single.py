@@ -81,9 +81,10 @@ def single_prefill_with_kv_cache(
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     return_lse : bool
         Whether to return the log-sum-exp too.
-    kv_cache_sf : (Tensor, Tensor), optional
+    kv_cache_sf : (Tensor, Tensor) or Tensor, optional
         Of nvfp4 k and v, uint8 with head_dim / 2 last, two e2m1 a byte, the first in the low half: their factors,
-        float8_e4m3fn or uint8, laid out as k and v with head_dim / 16 last. A value is code * factor * scale.
+        float8_e4m3fn or uint8, laid out as k and v with head_dim / 16 last. A value is code * factor * scale. Both in
+        one tensor have 2 as its second axis.
     k_scale, v_scale : float or Tensor, optional
         Further scales of k and v, as floats.
     variant : AttentionVariant, optional

@@ -10,7 +10,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, present, require, require_tensor
 from flashinfer._core.literals import KvLayout, PosEncodingMode
-from flashinfer.ops.attention.options import default_o_dtype
+from flashinfer.ops.attention.options import MOST_KEYS, default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 
@@ -18,6 +18,11 @@ _PARAMS = {
     "ranges": "*i32", "qo_indptr": "*i32", "kv_indptr": "*i32", "last_page_len": "*i32", "page_size": "i32",
     "causal_window": "i32", "range_window": "i32",
 }  # fmt: skip
+
+
+def _as_int32(window: int) -> int:
+    """A window as kernels take it: no request has more keys, and any below 0 is none."""
+    return max(-1, min(int(window), MOST_KEYS))
 
 
 @lru_cache(maxsize=1)
@@ -267,7 +272,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             For each query the first and the last key of its span, positions in its request; (-1, -1) for none.
             Contiguous, on q's device: a captured run() reads it again at each replay.
         causal_window_left : int
-            A query sees itself and this many keys before it; -1 for all.
+            A query sees itself and this many keys before it; below 0 all.
         range_window_left : int
             Of its span a query sees the keys before it that are nearer than this, and all behind it; 0 or less for all.
 
@@ -283,6 +288,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             bidirectional_ranges has another shape, dtype or device, or is not contiguous; as the parent's.
         """
         require_tensor("bidirectional_ranges", bidirectional_ranges)
+        require(q.dim() == 3, "q", tuple(q.shape), "[rows, num_qo_heads, head_dim_qk]")
         ranges, rows = bidirectional_ranges, q.shape[0]
         require(ranges.dtype == torch.int32, "bidirectional_ranges", ranges.dtype, "int32")
         require(tuple(ranges.shape) == (rows, 2), "bidirectional_ranges", tuple(ranges.shape), f"({rows}, 2), as q")
@@ -291,8 +297,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         table = self._planned().table
         params = dict(
             ranges=ranges, qo_indptr=table.qo_indptr, kv_indptr=table.kv_indptr, last_page_len=table.last_page_len,
-            page_size=self._planned().options.page_size, causal_window=int(causal_window_left),
-            range_window=int(range_window_left),
+            page_size=self._planned().options.page_size, causal_window=_as_int32(causal_window_left),
+            range_window=_as_int32(range_window_left),
         )  # fmt: skip
         return super().run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,

@@ -143,6 +143,23 @@ class HostTables:
         require(False, name, f"{values[at]} of request {at}",
                 f"what its entries of {self.names[KV_INDICES]} hold, pages of {page_size}")  # fmt: skip
 
+    def pairs(self, page_size: int, q_len: int) -> torch.Tensor | None:
+        """Queries times keys of each request, int64; None where a table that says them is not here.
+
+        `q_len` is the query length of every request, in the place of qo_indptr; 0 for none.
+        """
+        qo, kv, lens, _ = self.counts
+        if not kv or not (qo or q_len) or page_size and not lens:
+            return None
+        # Room for offsets may be that of a larger batch, whose further requests are empty.
+        batch = lens or kv - 1
+        keys = np.diff(self.values[KV_INDPTR])[:batch].astype(np.int64)
+        if self._in_tokens:
+            keys = self.values[LENGTHS].astype(np.int64)
+        elif page_size:
+            keys = np.maximum((keys - 1) * page_size + self.values[LENGTHS], 0)
+        return torch.from_numpy(keys * (np.diff(self.values[QO_INDPTR])[:batch] if qo else q_len))
+
     def longest_step(self, i: int) -> int:
         """The most from one checked offset to the next, at least 1."""
         if self.counts[i] < 2:

@@ -109,7 +109,11 @@ def _kernels_of(options, rows, custom, device, backend, target: Target) -> Kerne
 def effective(kernels: Kernels) -> dict:
     """The options of kernels, with what the defaults among them come to."""
     options, scalars = kernels.options, kernels.scalars
-    return options._asdict() | dict(
+    found = options._asdict()
+    if options.source == "latent":
+        # Of latent attention it is the sum of two that callers give.
+        found = found | dict(head_dim_qk=options.head_dim_kpe)
+    return found | dict(
         sm_scale=scalars.sm_scale, logits_soft_cap=scalars.soft_cap, rope_scale=scalars.rope_scale,
         rope_theta=scalars.rope_theta, fixed_split_size=options.splits,
     )  # fmt: skip

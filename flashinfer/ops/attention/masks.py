@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from flashinfer._core.checks import number, require, require_tensor
+from flashinfer.ops.attention.agree import as_count
 from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.options import MOST_KEYS, PlanOptions
 from flashinfer.ops.attention.tables import KV_INDPTR, LENGTHS, Table
@@ -59,15 +60,12 @@ def as_bool(name: str, mask: torch.Tensor) -> torch.Tensor:
     return mask.to(torch.bool)
 
 
-def check_bits(mask: torch.Tensor, total: int) -> None:
-    require(mask.dim() == 1 and mask.shape[0] == total, "custom_mask", tuple(mask.shape),
-            f"one axis of {total} = sum(q_len * kv_len) elements")  # fmt: skip
-
-
 def multi_item(
     q_lens: list[int], kv_lens: list[int], prefix_lens: list[int], positions: torch.Tensor, most: int
 ) -> torch.Tensor:
-    """The mask of multi-item scoring: each item sees the shared prefix and itself, not the other items.
+    """The mask of multi-item scoring: each item sees the shared prefix and itself, as if it stood alone behind it.
+
+    A delimiter sees the prefix alone, and no token sees a delimiter.
 
     Parameters
     ----------
@@ -89,54 +87,64 @@ def multi_item(
         row = torch.arange(kv_len - q_len, kv_len, dtype=torch.int64, device=positions.device)[:, None]
         key = torch.arange(kv_len, dtype=torch.int64, device=positions.device)[None, :]
         after = (row - prefix).clamp(min=0)
-        item_start = row - within[after.clamp(max=max(most - 1, 0))] if most else row
-        seen = (key < prefix) | (key >= item_start) | (row < prefix)
+        delimiter = row - within[after.clamp(max=max(most - 1, 0))] if most else row
+        seen = (key < prefix) | (key > delimiter) | (row < prefix)
         masks.append((seen & (key <= row)).flatten())
     return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device=positions.device)
 
 
-def custom_mask_table(table: Table, page_size: int, custom_mask, packed_custom_mask,
-                      fixed: Table | None = None) -> None:  # fmt: skip
-    """Bring a custom mask onto the device as packed bits, into `table`; in CUDA-graph mode in `fixed`, its buffers."""
+def custom_mask_table(table: Table, page_size: int, custom_mask, packed_custom_mask, fixed: Table | None = None,
+                      pairs: torch.Tensor | None = None) -> None:  # fmt: skip
+    """Bring a custom mask onto the device as packed bits, into `table`; in CUDA-graph mode in `fixed`, its buffers.
+
+    `pairs` [batch] are queries times keys of each request, where the host knows them. A mask of another size is refused
+    then.
+    """
     if custom_mask is None and packed_custom_mask is None:
         return
     if fixed is not None and fixed.mask is None:
         require(False, "custom_mask", "a mask", "None in CUDA-graph mode without custom_mask_buf")
     bits = table.q_spans()[1] * table.kv_spans(page_size)[1]
+    if pairs is None and not bits.is_cuda:
+        pairs = bits
     if packed_custom_mask is not None:
-        _take_packed(table, packed_custom_mask, bits)
+        _take_packed(table, packed_custom_mask, bits, pairs)
     else:
-        mask = as_bool("custom_mask", custom_mask).to(bits.device, non_blocking=True)
-        if not mask.is_cuda:
-            check_bits(mask, int(bits.sum()))
+        mask = as_bool("custom_mask", custom_mask).reshape(-1).to(bits.device, non_blocking=True)
+        total = mask.numel() if pairs is None else int(pairs.sum())
+        require(mask.numel() == total, "custom_mask", tuple(custom_mask.shape),
+                f"{total} elements, sum(q_len * kv_len)")  # fmt: skip
         table.mask, table.mask_indptr = pack(mask, bits)
     if fixed is None:
         return
     most, length = fixed.mask.shape[0], table.mask.shape[0]
     if custom_mask is not None:
         # pack() pads for the worst rounding; what is past the bits is zero and may be left out.
-        length = min(length, (custom_mask.shape[0] + 7) // 8 + table.batch_size)
+        length = min(length, (custom_mask.numel() + 7) // 8 + table.batch_size)
     require(length <= most, "custom_mask", f"{length} bytes packed", f"at most {most}, custom_mask_buf's length")
     fixed.mask[:length].copy_(table.mask[:length])
     fixed.mask_indptr[: table.mask_indptr.shape[0]].copy_(table.mask_indptr)
     table.mask, table.mask_indptr = fixed.mask, fixed.mask_indptr
 
 
-def _take_packed(table: Table, packed: torch.Tensor, bits: torch.Tensor) -> None:
+def _take_packed(table: Table, packed: torch.Tensor, bits: torch.Tensor, pairs: torch.Tensor | None) -> None:
     require_tensor("packed_custom_mask", packed)
-    packed = packed.to(bits.device, non_blocking=True)
     require(packed.dtype == torch.uint8, "packed_custom_mask", packed.dtype, "uint8")
+    if pairs is not None:
+        least = int(((pairs + 7) // 8).sum())
+        require(packed.numel() >= least, "packed_custom_mask", f"{packed.numel()} bytes", f"at least {least}")
+    packed = packed.reshape(-1).to(bits.device, non_blocking=True)
     table.mask, table.mask_indptr = packed.contiguous(), packed_indptr(bits)
-    if not packed.is_cuda:
-        most = int(table.mask_indptr[-1])
-        require(packed.numel() >= most, "packed_custom_mask", f"{packed.numel()} bytes", f"at least {most}")
     if not packed.numel():
         table.mask = torch.zeros(1, dtype=torch.uint8, device=bits.device)
 
 
-def any_items(prefix_len, positions, most, max_item_len) -> bool:
-    """Whether a plan asks for multi-item scoring. What belongs to it is refused without the prefix."""
+def any_items(prefix_len, positions, most, max_item_len, **masks) -> bool:
+    """Whether a plan asks for multi-item scoring. What belongs to it is refused without the prefix, other masks with
+    it."""
     if prefix_len is not None:
+        for name, mask in masks.items():
+            require(mask is None, name, "a mask", "None with prefix_len_ptr: multi-item scoring has a mask of its own")
         return True
     given = dict(token_pos_in_items_ptr=positions, token_pos_in_items_len=most or None, max_item_len_ptr=max_item_len)
     for name, value in given.items():
@@ -159,7 +167,7 @@ def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len,
     page_size = asked.plain().checked().page_size
     host_lengths(tables, names, page_size, 0)
     require(positions is not None, "token_pos_in_items_ptr", None, "a tensor, with prefix_len_ptr")
-    most, batch = int(number("token_pos_in_items_len", most)), tables[KV_INDPTR].numel() - 1
+    most, batch = as_count("token_pos_in_items_len", most), tables[KV_INDPTR].numel() - 1
     require_tensor("token_pos_in_items_ptr", positions)
     positions = positions.flatten().to(torch.int64)
     enough = most > 0 and positions.numel() >= batch * most
@@ -174,10 +182,12 @@ def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len,
     if isinstance(prefix_len, torch.Tensor) and prefix_len.numel() > 1:
         prefixes = prefix_len.flatten().tolist()
     else:
-        prefixes = [int(number("prefix_len_ptr", prefix_len))] * batch
+        prefixes = [as_count("prefix_len_ptr", prefix_len)] * batch
     require(len(prefixes) == batch, "prefix_len_ptr", f"{len(prefixes)} elements", f"{batch}, one for each request")
-    for i, (prefix, keys) in enumerate(zip(prefixes, kv_lens)):
+    for i, (prefix, keys, queries) in enumerate(zip(prefixes, kv_lens, q_lens)):
         require(0 <= prefix <= keys, "prefix_len_ptr", f"{prefix} of request {i}", f"0 ... {keys}, its keys")
+        enough = keys - prefix <= most or not queries
+        require(enough, "token_pos_in_items_len", most, f"at least {keys - prefix}, the items of request {i}")
     return multi_item(q_lens, kv_lens, prefixes, positions, most)
 
 

@@ -118,7 +118,8 @@ def check_on_device(plan, q_rows: int, k_rows: int) -> None:
     rows = int((q_begin + q_len).max())
     require(rows <= q_rows, names[QO_INDPTR], f"{rows} last", f"at most {q_rows}, the rows of {of_q}")
     pages = (kv_len + page_size - 1) // page_size if page_size else kv_len
-    used = int((kv_begin + pages).max())
+    # A request without keys may begin anywhere: rows of a block table without columns begin behind its end.
+    used = int(torch.where(pages > 0, kv_begin + pages, 0).max())
     if not page_size:
         require(used <= k_rows, names[KV_INDPTR], f"{used} last", f"at most {k_rows}, the rows of {of_k}")
         return
@@ -352,8 +353,11 @@ def slot_views(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[t
 
 def slot_factors(kv_cache_sf, kv_layout: str) -> dict:
     """Their factors, laid out as those, as Plan.run takes them."""
+    if isinstance(kv_cache_sf, torch.Tensor) and kv_cache_sf.dim() == 4:
+        kv_cache_sf = kv_cache_sf.unbind(1)
+    shown = tuple(kv_cache_sf.shape) if isinstance(kv_cache_sf, torch.Tensor) else f"a {type(kv_cache_sf).__name__}"
     pair = isinstance(kv_cache_sf, (tuple, list)) and len(kv_cache_sf) == 2
-    require(pair, "kv_cache_sf", f"a {type(kv_cache_sf).__name__}", "a pair of tensors: the factors of k and of v")
+    require(pair, "kv_cache_sf", shown, "a pair of tensors, or one with 2 as its second axis: the factors of k and v")
     k_factors, v_factors = slot_views(kv_cache_sf, kv_layout)
     for factors in (k_factors, v_factors):
         allowed = "float8_e4m3fn, uint8: factors of nvfp4 k and v; float32 of other formats"

@@ -65,7 +65,9 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
         raise renamed(error, _FROM) from None
     table = Table(*tables)
     table.rows, table.kv_entries, table.uniform_q_len = q.shape[0], rows[0].shape[0], q.shape[0]
-    custom_mask_table(table, asked.page_size, custom_mask, packed_custom_mask)
+    if custom_mask is not None or packed_custom_mask is not None:
+        pairs = torch.tensor([q.shape[0] * rows[0].shape[0]], device="cpu")
+        custom_mask_table(table, asked.page_size, custom_mask, packed_custom_mask, pairs=pairs)
     kernels = kernels_of(asked, tile_rows(q.shape[0], asked.group), table.mask is not None, q.device, backend)
     slopes = None
     if asked.pos_encoding_mode == "ALIBI":

@@ -172,6 +172,7 @@ def graph_buffers(device: torch.device, names: dict[str, str], **buffers: torch.
         require(tensor.device == device, name, f"a buffer on {tensor.device}", str(device))
         wide = torch.uint8 if field == "mask" else torch.int32
         require(tensor.dtype == wide, name, tensor.dtype, str(wide))
+        require(tensor.dim() == 1, name, tuple(tensor.shape), "one dimension")
         require(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "contiguous")
     return Table(**buffers)
 

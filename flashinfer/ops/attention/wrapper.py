@@ -29,6 +29,8 @@ from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.formats import KV_NAMES
 from flashinfer.ops.kv_layout import check_layout, paged_views, ragged_views
 
+# Fields of PlanOptions by their names in plan(), where they differ.
+_AS_PLANNED = dict(q_dtype="q_data_type", kv_dtype="kv_data_type", o_dtype="o_data_type")
 # Plans of other options, as the older forward() asks for, whose buffers are kept from plan to plan.
 _MOST_KERNELS = 16
 
@@ -266,7 +268,8 @@ class AttentionWrapper:
         if graph:
             fill_buffers(fixed, tables, counts, host, stream, self._in_tokens, self._on_gpu)
         if masked:
-            custom_mask_table(table, options.page_size, *mask, fixed=self._shown if graph else None)
+            pairs = host.pairs(options.page_size, q_len)
+            custom_mask_table(table, options.page_size, *mask, self._shown if graph else None, pairs)
         self._take_up(kernels, table, limits, stream)
         return host
 
@@ -315,7 +318,10 @@ class AttentionWrapper:
     def _captured(self, kernels: Kernels, q_len: int, limits: Limits) -> tuple[Kernels, Limits]:
         """Kernels and bounds of the plan that a graph may have been captured over; the new one must fit them all."""
         old = self._base
-        check_captured(old.kernels, kernels)
+        try:
+            check_captured(old.kernels, kernels)
+        except ValueError as error:
+            raise renamed(renamed(error, _AS_PLANNED), self._renames) from None
         was = old.table.each_q
         require(q_len == was, "q_len_per_req", q_len, f"{was}, as captured")
         for plan in self._plans.values():

@@ -308,7 +308,7 @@ def test_multi_item_scoring(device):
     for n, within in zip(prefix, positions):
         mask = torch.zeros(n + len(within), n + len(within), dtype=torch.bool)
         for row, col in itertools.product(range(len(mask)), repeat=2):
-            own = row < n or col >= row - within[row - n]
+            own = row < n or col > row - within[row - n]
             mask[row, col] = col <= row and (col < n or own)
         masks.append(mask.to(device))
     most = max(map(len, positions))

@@ -159,3 +159,25 @@ def test_masks_of_fmha_v2_whose_size_or_name_is_left_out(device):
             x.kv_indptr, **given,
         )  # fmt: skip
         close(out, x, o, extras)
+
+
+@pytest.mark.parametrize("function", ("decode", "context", "cudnn", "latent"))
+def test_block_tables_without_columns(function, device):
+    """A batch before its first page: as many columns as the longest request has pages, which are none."""
+    x = generate.ragged_batch([1] * 3, [9] * 3, 4, 2, 64, dtype=HALF, device=device)
+    cache, wide, _ = paged(x, [9] * 3)
+    none = lens([0] * 3, device)
+    for tables in (wide[:, :0], wide.new_empty(3, 0)):
+        out, lse = {
+            "decode": lambda: trtllm_batch_decode_with_kv_cache(
+                x.q, cache, SCRATCH, tables, none, 0, return_lse=True),
+            "context": lambda: trtllm_batch_context_with_kv_cache(
+                x.q, cache, SCRATCH, tables, none, 1, 0, 1.0, 1.0, 3, x.qo_indptr, None, return_lse=True),
+            "cudnn": lambda: cudnn_batch_decode_with_kv_cache(
+                x.q, *cache.unbind(1), 1.0, SCRATCH, max_sequence_kv=0, actual_seq_lens_kv=none, block_tables=tables,
+                return_lse=True),
+            "latent": lambda: trtllm_batch_decode_with_kv_cache_mla(
+                torch.ones(3, 1, 16, 80, dtype=HALF, device=device), torch.ones(9, 8, 80, dtype=HALF, device=device),
+                SCRATCH, 64, 64, 16, tables, none, 0, return_lse=True),
+        }[function]()  # fmt: skip
+        assert not out.any() and bool((lse == float("-inf")).all())

@@ -85,8 +85,13 @@ def test_nvfp4_keys_in_rows(kv_layout, device):
         wrapper.plan(*offsets, *HEADS, DIM, dim_vo, causal=True, kv_data_type="nvfp4")
         factors = turn(kf), turn(vf).view(torch.uint8)
         check(wrapper.run(q, turn(k), turn(v), kv_cache_sf=factors, return_lse=True), x, options)
-    with pytest.raises(ValueError, match="kv_block_scales|kv_cache_sf"):
-        wrapper.run(q, turn(k), turn(v))
+    wrapper.plan(*offsets, *HEADS, DIM, causal=True, kv_data_type="nvfp4")
+    in_one = torch.stack((turn(kf), turn(kf)), 1)
+    same = generate.Ragged(q, x.k, x.k, x.qo_indptr, x.kv_indptr)
+    check(wrapper.run(q, turn(k), turn(k), kv_cache_sf=in_one, return_lse=True), same, options)
+    for wrong in (None, in_one[:, 0], in_one[:, :1], (turn(kf),), 1.0):
+        with pytest.raises(ValueError, match="kv_block_scales|kv_cache_sf"):
+            wrapper.run(q, turn(k), turn(k), kv_cache_sf=wrong)
     alone = generate.Ragged(q[3:], x.k[9:], x.v[9:], generate.indptr([3], device), generate.indptr([17], device))
     result = flashinfer.single_prefill_with_kv_cache(
         q[3:], turn(k[9:]), turn(v[9:]), causal=True, kv_layout=kv_layout, kv_cache_sf=(turn(kf[9:]), turn(vf[9:])),
@@ -117,13 +122,13 @@ def test_one_element_tensors_are_numbers(device):
 
 
 def items_seen(q_len, kv_len, prefix, positions):
-    """Row by row: a token sees the prefix, its own item up to itself, and nothing of other items."""
+    """Row by row: a token sees the prefix, its own item up to itself, and nothing of other items or of delimiters."""
     seen = torch.zeros(q_len, kv_len, dtype=torch.bool)
     for row in range(q_len):
         at = kv_len - q_len + row
-        first = at - positions[at - prefix] if at >= prefix else 0
+        delimiter = at - positions[at - prefix] if at >= prefix else -1
         for key in range(at + 1):
-            seen[row, key] = key < prefix or key >= first
+            seen[row, key] = key < prefix or key > delimiter
     return seen
 
 
@@ -149,9 +154,37 @@ def test_multi_item_scoring(options, device):
         with pytest.raises(ValueError, match=f"^{name}: got"):
             ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, **{name: items[name]})
     for name, wrong in (("prefix_len_ptr", 15), ("prefix_len_ptr", torch.tensor([6, 6, 6])),
-                        ("token_pos_in_items_len", 9)):  # fmt: skip
+                        ("token_pos_in_items_len", 9), ("token_pos_in_items_len", 7),
+                        ("custom_mask", torch.ones(252, dtype=torch.bool)),
+                        ("packed_custom_mask", torch.ones(32, dtype=torch.uint8))):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{name}: got"):
             ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, **items | {name: wrong})
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            pages.plan(x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len, *HEADS, DIM, PAGE,
+                       **items | {name: wrong})  # fmt: skip
+
+
+def test_an_item_is_scored_as_if_it_stood_alone_behind_the_prefix(device):
+    """Of the last token of an item a score is made: it sees what it would see without items and delimiters beside."""
+    prefix, lens = 6, (2, 3, 1)
+    positions = [0, *(p for n in lens for p in (*range(1, n + 1), 0))]
+    total = prefix + len(positions)
+    x = generate.ragged_batch([total], [total], *HEADS, DIM, dtype=torch.float32, device=device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, causal=True, q_data_type=torch.float32, prefix_len_ptr=prefix,
+                 token_pos_in_items_ptr=torch.tensor(positions), token_pos_in_items_len=len(positions))  # fmt: skip
+    out = wrapper.run(x.q, x.k, x.v)
+    begin = prefix + 1
+    for n in lens:
+        rows = torch.tensor([*range(prefix), *range(begin, begin + n)], device=device)
+        q, k, v = (t[rows].double() for t in (x.q, x.k, x.v))
+        group = HEADS[0] // HEADS[1]
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        logits = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
+        hidden = torch.ones(len(rows), len(rows), dtype=torch.bool, device=device).triu(1)
+        alone = torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -math.inf).softmax(-1), v)
+        assert_close(out[begin : begin + n], alone[prefix:].float(), alone[prefix:], "out")
+        begin += n + 1
 
 
 def test_what_is_given_twice_has_to_agree():
@@ -210,3 +243,37 @@ def test_queries_of_a_request_that_only_run_knows(backend, device):
     other.plan(made.indptr, made.indices, made.last_page_len, *HEADS, DIM, page)
     with pytest.raises(ValueError, match="^q: got "):
         other.run(batches[3].q, made.kv_cache)
+
+
+@pytest.mark.parametrize("kind", ("ragged", "paged", "graph"))
+def test_masks_come_in_any_axes_and_have_the_size_of_their_batch(kind, device):
+    """Also where the mask is on a GPU: the tables on the host say how large it has to be."""
+    x = generate.ragged_batch([3, 0, 5], [9, 4, 5], *HEADS, DIM, dtype=torch.float16, device=device)
+    paged, masks = generate.paged(x, PAGE), [torch.rand(n, device=device) < 0.5 for n in (27, 0, 25)]
+    flat = torch.cat(masks)
+    packed = torch.cat([flashinfer.packbits(mask, "little") for mask in masks])
+    tables = [t.cpu() for t in (x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len)]
+    if kind == "ragged":
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+        plan = lambda **mask: wrapper.plan(x.qo_indptr.cpu(), x.kv_indptr.cpu(), *HEADS, DIM, **mask)
+        run = lambda: wrapper.run(x.q, x.k, x.v, return_lse=True)
+    else:
+        buffer = lambda n, dtype=torch.int32: torch.zeros(n, dtype=dtype, device=device)
+        buffers = dict(
+            use_cuda_graph=True, qo_indptr_buf=buffer(6), paged_kv_indptr_buf=buffer(6),
+            paged_kv_indices_buf=buffer(20), paged_kv_last_page_len_buf=buffer(5),
+            custom_mask_buf=buffer(40, torch.uint8), mask_indptr_buf=buffer(6),
+        )  # fmt: skip
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace(device), **(buffers if kind == "graph" else {})
+        )
+        plan = lambda **mask: wrapper.plan(*tables, *HEADS, DIM, PAGE, **mask)
+        run = lambda: wrapper.run(x.q, paged.kv_cache, return_lse=True)
+    for given in (dict(custom_mask=flat), dict(custom_mask=flat.view(4, 13)), dict(custom_mask=flat[None, :, None]),
+                  dict(packed_custom_mask=packed), dict(packed_custom_mask=packed.view(2, 4))):  # fmt: skip
+        plan(**given)
+        check(run(), x, Options(), Extras(masks=masks))
+    for name, wrong in (("custom_mask", flat[:-1]), ("custom_mask", torch.cat((flat, flat))),
+                        ("packed_custom_mask", packed[:-1])):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            plan(**{name: wrong})

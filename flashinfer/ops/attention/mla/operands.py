@@ -12,6 +12,7 @@ from flashinfer.ops.attention import operands
 from flashinfer.ops.attention.mla.problem import Inputs, matrix_of
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.replay import extents_of, identity, lie_apart
+from flashinfer.ops.attention.tables import KV_INDICES
 from flashinfer.ops.attention.variants import identity_of
 
 # Stands for optional tensors that most calls leave out.
@@ -113,7 +114,9 @@ def _check(plan: Plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, si
         require(fits, "swa_kv_cache", shape, f"[pages, {o.first_page}, {o.head_dim_vo}]")
         _is_there(plan, "swa_kv_cache", first_ckv, o.head_dim_vo)
         _check_one("swa_kv_cache", first_ckv, o.kv_dtype, "kv_data_type")
-    if plan.looks and not o.sparse:
+    if plan.looks and o.sparse:
+        _check_tokens(plan, ckv.shape[0] * o.page_size, 0 if first_ckv is None else first_ckv.shape[0] * o.first_page)
+    elif plan.looks:
         operands.check_on_device(plan, q_nope.shape[0], ckv.shape[0])
     out, lse = operands.outputs(plan, q_nope.shape[0], out, lse, return_lse)
     read = dict(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv, kpe_cache=kpe, sinks=sinks, swa_kv_cache=first_ckv)
@@ -124,6 +127,22 @@ def _check(plan: Plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, si
         factors.outputs, factors.pe_ratio, first_ckv, operands.check_sinks(plan, sinks), qk_scale, v_scale,
         operands.variant_values(plan, params, return_lse, sinks),
     )  # fmt: skip
+
+
+def _check_tokens(plan: Plan, tokens: int, first_tokens: int) -> None:
+    """That the keys which a table names for each query are of the cache, which has so many, or of the first, which has
+    `first_tokens`. Waits for the device."""
+    table, ids = plan.table, plan.table.kv_indices
+    begin, lens = table.kv_spans(plan.options.page_size)
+    column = torch.arange(min(int(lens.max()), table.kv_stride) if len(lens) else 0, device=ids.device)
+    at = begin[:, None] + column
+    limit = torch.where(column < plan.options.first, first_tokens, tokens)
+    found = ids[at.clamp(max=max(len(ids) - 1, 0))] if len(ids) else at
+    wrong = ((found >= limit) & (column < lens[:, None])).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        require(False, table.names[KV_INDICES], f"token {int(found[row, place])} for query {row}, in column {place}",
+                f"below {int(limit[place])}, the tokens of the cache; negative ones are none")  # fmt: skip
 
 
 def _is_there(plan: Plan, name: str, t: torch.Tensor | None, dim: int) -> bool:

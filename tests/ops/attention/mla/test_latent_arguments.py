@@ -245,3 +245,15 @@ def test_outputs_whose_requests_and_queries_are_apart_in_memory(device):
     assert bool((wide[:, [0, 3, 4]] == 7).all()) and bool((wide_lse[:, [0, 3, 4]] == 7).all())
     with pytest.raises(ValueError, match="^out: got strides"):
         run(out=torch.empty(3, 1, 4, 64, device=device).half().expand(3, 2, 4, 64))
+
+
+@pytest.mark.parametrize("name, wrong", (("qk_rope_head_dim", -1), ("kv_lora_rank", 0), ("kv_lora_rank", True)))
+@pytest.mark.parametrize("function", ("trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"))
+def test_wrong_head_sizes_are_named_as_the_caller_names_them(function, name, wrong):
+    q, cache = torch.ones(2, 1, 4, 80, dtype=torch.float16), torch.ones(5, 4, 80, dtype=torch.float16)
+    sizes = dict(qk_nope_head_dim=64, kv_lora_rank=64, qk_rope_head_dim=16) | {name: wrong}
+    tables, lens = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^{name}: got {wrong}; allowed: "):
+        getattr(flashinfer.mla, function)(
+            q, cache, torch.empty(0, dtype=torch.uint8), block_tables=tables, seq_lens=lens, max_seq_len=8, **sizes
+        )
