@@ -209,9 +209,10 @@ def test_batched_and_grouped(variant, device):
         nibbles, expected = truth.nvfp4(x[i, :count], scales[i])
         assert_bitwise(codes[:count, :, i], truth.pack(nibbles))
         for row in range(count):
-            for block in range(5):
+            for block in range(8):
                 found = factors.view(torch.uint8)[row % 32, row // 32, 0, block % 4, block // 4, i]
-                assert found == expected[row, block]
+                # The last tile has blocks beyond the row.
+                assert found == (expected[row, block] if block < 5 else 0)
 
 
 def test_numbers_for_layouts(variant, device):
