@@ -448,6 +448,8 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     require(x.stride(1) == 1 or x.shape[1] == 1, rows, f"strides {x.stride()}", "contiguous rows")
     fits = ids.dim() == 2 and (ids.numel() if tokens.of_pairs else len(ids)) == len(x)
     require(fits, ids_name, tuple(ids.shape), f"[{len(x)}, top_k], a row for each token of {rows}")
+    fits = 1 <= ids.shape[1] <= routing.MOST_CHOICES
+    require(fits, ids_name, tuple(ids.shape), f"1 to {routing.MOST_CHOICES} experts of each token")
     if routed.weights is not None:
         require(routed.weights.shape == ids.shape, weights_name, tuple(routed.weights.shape), f"{tuple(ids.shape)}")
     same_device(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import present, require, same_device
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import ActivationType, WeightLayout
 
 
+@named(routing_method="routing_method_type")
 def routed_by_logits(
     logits, bias, num_experts, top_k, n_group, topk_group, local, scaling, method, norm, replay, /, *, shared=None
 ) -> experts.Routed:

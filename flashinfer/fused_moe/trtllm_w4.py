@@ -11,6 +11,7 @@ from flashinfer.fused_moe.trtllm import activation, check_valid, finished, route
 from flashinfer.fused_moe.trtllm_fp8 import byte_factors
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FACTOR_DTYPES
+from flashinfer.quantization._rows import layout_name
 from flashinfer.tllm_enums import ActivationType, RoutingMethodType, SfLayout
 
 _FP4 = (torch.uint8, torch.float4_e2m1fn_x2)
@@ -103,7 +104,7 @@ def trtllm_fp4_block_scale_moe(
     valid_hidden_size, valid_intermediate_size : int, optional
         Sizes without padding. The result has the first alone; padding of the input and of the weights has to be zeros.
     hidden_states_scale_layout : SfLayout, optional
-        Of hidden_states_scale; None is row-major.
+        Of hidden_states_scale, or its number; None is row-major.
 
     Returns
     -------
@@ -251,10 +252,7 @@ def trtllm_fp4_block_scale_routed_moe(
 
 def _tokens(x, scale, layout) -> experts.Tokens:
     """Rows by their dtype: bfloat16, MXFP8 or FP8, NVFP4."""
-    named = "linear"
-    if layout is not None:
-        require(isinstance(layout, SfLayout), "hidden_states_scale_layout", layout, ", ".join(map(str, SfLayout)))
-        named = layout.name.removeprefix("layout_")
+    named = "linear" if layout is None else layout_name("hidden_states_scale_layout", layout)
     name = "hidden_states_scale"
     if x.dtype == torch.bfloat16 or (x.dtype == torch.float8_e4m3fn and scale is None):
         require(scale is None, name, "a tensor", "None with bfloat16")

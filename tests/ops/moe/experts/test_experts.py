@@ -364,13 +364,16 @@ def test_nvfp4_with_nvfp4_rows(way, device):
     d, q, f = torch.full((E,), 0.5, device=device), torch.full((E,), 2.0, device=device), torch.rand(E, device=device)
     results = []
     layouts = [(x_scale, None), (tiled(x_scale), SfLayout.layout_128x4)]
+    layouts += [(scale, layout.value) for scale, layout in ((tiled(x_scale), SfLayout.layout_128x4),
+                                                            (x_scale, SfLayout.layout_linear))]  # fmt: skip
     # The interpreter takes seconds for each, and the tiled one is of cutlass_fused_moe, too.
     for scale, layout in layouts if way == "reference" or device.type == "cuda" else layouts[:1]:
         results += fused_moe.trtllm_fp4_block_scale_routed_moe(
             (ids, s), None, x, scale, w1, s1, None, None, None, None, w2, s2, None,
             d * q, d, f, E, K, None, None, M, 0, E, None, hidden_states_scale_layout=layout,
         )  # fmt: skip
-    assert_bitwise(results[0], results[-1])
+    for result in results[1:]:
+        assert_bitwise(results[0], result)
 
     def quantised(y, e):
         return between("nvfp4")(swiglu(y).double() * float(q[e]))
@@ -590,11 +593,20 @@ def test_bad_input(name, change):
         fused_moe.trtllm_bf16_routed_moe(**call | {key: value(call) for key, value in change.items()})
 
 
+def test_a_method_that_is_none():
+    (x, w1, w2), _ = bf16_layer("cpu")
+    with pytest.raises(ValueError, match="^routing_method_type: got 10; allowed: "):
+        fused_moe.trtllm_bf16_moe(
+            torch.randn(len(x), E), None, x, w1, w2, E, K, None, None, M, 0, E, None, RoutingMethodType.Unspecified
+        )
+
+
 @pytest.mark.parametrize(
     "name, change",
     [("min_latency_mode", True), ("use_wfp4afp8_humming", True), ("cluster_size", 2), ("clamped_relu2_limit", 1.0),
      ("situ_beta", 1.0), ("backend", "cute-dsl"), ("tp_rank", 1), ("ep_rank", 1), ("quant_scales", [torch.ones(1)]),
-     ("use_w4_group_scaling", True), ("input_sf", torch.ones(1)), ("output_dtype", torch.int8)],
+     ("use_w4_group_scaling", True), ("input_sf", torch.ones(1)), ("output_dtype", torch.int8),
+     ("token_selected_experts", torch.zeros(4, 0).int()), ("token_selected_experts", torch.zeros(4, 33).int())],
 )  # fmt: skip
 def test_bad_input_of_cutlass(name, change):
     (x, w1, w2), _ = bf16_layer("cpu")
