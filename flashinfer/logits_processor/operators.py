@@ -112,7 +112,8 @@ class MinPOp(ParameterizedOp):
         kept = probs.clamp(min=0).where(kept, 0)
         total = kept.sum(-1, keepdim=True)
         shares = kept / total.where(total > 0, 1)
-        return TaggedTensor.probs(shares.where(probs.isfinite().all(-1, keepdim=True), torch.nan))
+        broken = (probs.isnan() | probs.isposinf()).any(-1, keepdim=True)
+        return TaggedTensor.probs(shares.where(~broken, torch.nan))
 
 
 class SampleOp(ParameterizedOp):
