@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flashinfer._core.checks import require
@@ -116,7 +118,7 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     leading_shape : list of int
         Of the result, without its last dimension.
     slice_start, slice_end : int
-        Bytes of the row: whole elements of the dtype.
+        Bytes of the row: from a multiple of an element's size on, as many as fill the shape.
     dtype : torch.dtype
         Of the result.
 
@@ -139,9 +141,12 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     torch.Size([1, 4, 4])
     """
     row = workspace if workspace.dim() == 1 else workspace[0]
-    size = slice_end - slice_start
-    fits = 0 <= slice_start <= slice_end <= row.numel() and size % dtype.itemsize == 0
+    size, item = slice_end - slice_start, dtype.itemsize
+    fits = 0 <= slice_start <= slice_end <= row.numel() and slice_start % item == 0 and size % item == 0
     require(fits, "slice_end", slice_end, f"up to {row.numel()}, whole elements of {dtype} behind slice_start")
+    count = math.prod(leading_shape)
+    require(count > 0 and size // item % count == 0, "leading_shape", leading_shape,
+            f"a shape that {size // item} elements fill")  # fmt: skip
     return row[slice_start:slice_end].view(dtype).view(*leading_shape, -1)
 
 

@@ -279,7 +279,9 @@ class MnnvlMoe:
         """
         most = max_token_count_per_rank
         shape = tuple(gathered_expert_ids.shape)
-        for name, tensor in (("gathered_target_rank_ids", gathered_target_rank_ids), ("scales", gathered_scales)):
+        for name, tensor in (
+            ("gathered_target_rank_ids", gathered_target_rank_ids), ("gathered_scales", gathered_scales),
+        ):
             if tensor is not None:
                 require(tuple(tensor.shape) == shape, name, tuple(tensor.shape), str(shape))
         require(len(shape) == 2 and shape[1] == top_k, "gathered_expert_ids", shape, f"[rows, {top_k}]")
