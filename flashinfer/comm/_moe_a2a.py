@@ -180,7 +180,7 @@ def moe_a2a_dispatch(
     input_payloads : list of torch.Tensor
         Up to 8, [tokens, ...] of any dtype, contiguous.
     workspace, metainfo : torch.Tensor
-        Of `MoeAlltoAll.get_workspace` and `moe_a2a_initialize`.
+        Of `MoeAlltoAll.get_workspace` and `moe_a2a_initialize`. The second is not read: the workspace is known.
     runtime_max_tokens_per_rank : int
         At least the tokens of any rank; rows of the results.
     ep_rank, ep_size, top_k, num_experts : int
@@ -287,8 +287,10 @@ def moe_a2a_combine(
         came, what this rank's experts made of it. Other rows are not read.
     local_num_tokens : int
         Tokens of this rank in the dispatch.
-    workspace, metainfo, runtime_max_tokens_per_rank, ep_rank, ep_size, top_k, enable_pdl, backend
+    workspace, metainfo, runtime_max_tokens_per_rank, ep_rank, ep_size, enable_pdl, backend
         As in `moe_a2a_dispatch`.
+    top_k : int
+        It has no effect: the dispatch had it.
     combine_payload_offset : int
         What the dispatch returned.
     payload_in_workspace : bool

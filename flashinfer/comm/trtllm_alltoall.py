@@ -210,8 +210,10 @@ class MnnvlMoe:
         workspace : torch.Tensor
             Of `get_moe_prepare_workspace`.
         max_token_count_per_rank, ep_rank, ep_size, top_k : int
-        expert_count, slot_count : int
-            Experts; slots they are in, which are divided among ranks.
+        expert_count : int
+            Experts. It has no effect: ids are those of slots.
+        slot_count : int
+            Slots that experts are in, which are divided among ranks.
 
         Returns
         -------
