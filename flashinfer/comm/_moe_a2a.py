@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.comm._exchange import combine_in, dispatch_in, gathered_stats, only, sanitize_in, space_of
 from flashinfer.comm._exchange import metainfo as metainfo_of
@@ -18,6 +19,7 @@ def check_stats(count) -> None:
     require(isinstance(count, int) and count >= 0, "eplb_stats_num_experts", count, "an int of at least 0")
 
 
+@checked
 def moe_a2a_get_workspace_size_per_rank(
     ep_size: int,
     max_num_tokens: int,
@@ -106,6 +108,7 @@ def moe_a2a_initialize(
     return metainfo_of(space, max_num_tokens)
 
 
+@checked
 def moe_a2a_wrap_payload_tensor_in_workspace(
     workspace: torch.Tensor, leading_shape: list[int], slice_start: int, slice_end: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -140,6 +143,10 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     >>> moe_a2a_wrap_payload_tensor_in_workspace(workspace, [1, 4], 0, 64, torch.float32).shape
     torch.Size([1, 4, 4])
     """
+    fits = workspace.dtype == torch.uint8 and workspace.dim() in (1, 2) and workspace.shape[0] > 0
+    contiguous = fits and workspace.stride(-1) == 1
+    got = f"{workspace.dtype} {tuple(workspace.shape)}, strides {workspace.stride()}"
+    require(contiguous, "workspace", got, "uint8 [ep_size, bytes], or one row of it, bytes side by side")
     row = workspace if workspace.dim() == 1 else workspace[0]
     size, item = slice_end - slice_start, dtype.itemsize
     fits = 0 <= slice_start <= slice_end <= row.numel() and slice_start % item == 0 and size % item == 0

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.fused_moe import experts
-from flashinfer.fused_moe.trtllm import activation, check_valid, finished, routed_by_ids, routed_by_logits
+from flashinfer.fused_moe.trtllm import activation, check_rows, check_valid, finished, routed_by_ids, routed_by_logits
 from flashinfer.fused_moe.trtllm_fp8 import byte_factors
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FACTOR_DTYPES
@@ -252,6 +252,7 @@ def trtllm_fp4_block_scale_routed_moe(
 
 def _tokens(x, scale, layout) -> experts.Tokens:
     """Rows by their dtype: bfloat16, MXFP8 or FP8, NVFP4."""
+    check_rows(x)
     named = "linear" if layout is None else layout_name("hidden_states_scale_layout", layout)
     name = "hidden_states_scale"
     if x.dtype == torch.bfloat16 or (x.dtype == torch.float8_e4m3fn and scale is None):
@@ -299,7 +300,8 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
         require(half > 32, name, tuple(codes.shape), "more than 64 columns: with fewer, factors do not tell the format")
         per = scale.numel() // max(len(codes), 1)
         encoding = "nvfp4" if per == sizes["nvfp4"][0] * sizes["nvfp4"][1] else "mxfp4"
-        scale = experts.expert_factors(named, scale, n, 2 * half // experts.room.WIDTH[encoding], "128x4")
+        blocks = 2 * half // experts.room.WIDTH[encoding]
+        scale = experts.expert_factors(named, scale, len(codes), n, blocks, "128x4")
         weights.append(experts.Weight(name, codes.view(torch.uint8), encoding, scale, "128x4", bias, paired, 32))
     names = ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
     scale_out, scale, second = (

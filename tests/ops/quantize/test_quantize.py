@@ -353,6 +353,8 @@ def test_recipe_of_the_environment(monkeypatch, device):
     for bad in (dict(e4m3_max=300), dict(err_mode="RMS")):
         with pytest.raises(ValueError, match=next(iter(bad))):
             NVFP44Over6Config(**bad)
+    with pytest.raises(ValueError, match="^nvfp4_4over6_config: got 256; allowed: "):
+        quantization.make_nvfp4_global_scale(x, False, nvfp4_4over6_config=256)
 
 
 def test_recipes_as_numbers_and_text():
