@@ -60,6 +60,11 @@ def moe_a2a_get_workspace_size_per_rank(
     """
     check_stats(eplb_stats_num_experts)
     only("backend", backend, "trtllm")
+    least = {"ep_size": (ep_size, 1), "max_num_tokens": (max_num_tokens, 0)}
+    least["total_dispatch_payload_size_per_token"] = total_dispatch_payload_size_per_token, 0
+    least["combine_payload_size_per_token"] = combine_payload_size_per_token, 0
+    for name, (value, bound) in least.items():
+        require(value >= bound, name, value, f"{bound} or more")
     rows = ep_size * max_num_tokens
     parts = rows * total_dispatch_payload_size_per_token + MOST_PAYLOADS * ALIGNMENT
     return (
