@@ -156,7 +156,7 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
         [B, M, 2 * K]; bfloat16 or float16, any strides. K a multiple of 16.
     mask : torch.Tensor
         int32 [B]: how many rows of each matrix count. The others are not read, and their codes and factors are not
-        written.
+        defined.
     a_global_sf : torch.Tensor
         One element or [B] (float32, float16 or bfloat16), or a number: 448 * 6 / (largest magnitude of the gated rows).
         It multiplies block factors.
@@ -169,7 +169,7 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
         uint8 [M, K / 2, B], a view of [B, M, K / 2]: two e2m1 a byte, the first in the low half.
     factors : torch.Tensor
         float8_e4m3fn [32, 4, padded M / 128, 4, padded K / 64, B], a view of 128x4 tiles: row 128 i + 32 g + r and
-        factor 4 j + c are at [r, g, i, c, j].
+        factor 4 j + c are at [r, g, i, c, j]. The padding of rows that count is 0.
 
     Raises
     ------

@@ -62,6 +62,7 @@ def silu_and_mul_mxfp8_quantize(
     """
     require(gated_input.dim() == 2, "gated_input", tuple(gated_input.shape), "[M, 2 * K]")
     require(rowwise or colwise, "rowwise", rowwise, "True, without colwise")
+    rowwise, colwise = bool(rowwise), bool(colwise)
     rows = gated_rows("gated_input", gated_input, 128)
     m, k, device = gated_input.shape[0], gated_input.shape[1] // 2, gated_input.device
     require(m > 0 and m % 128 == 0, "gated_input", tuple(gated_input.shape), "[M, 2 * K] with M a multiple of 128")

@@ -202,6 +202,7 @@ def grouped_mm_mxfp8(
 
 
 @checked
+@named(a_scale="a_descale", b_scale="b_descale")
 @answering("cudnn")
 def grouped_mm_fp4(
     a: torch.Tensor,

@@ -395,7 +395,7 @@ def _flat_out(name, given, dtype, rows, k, device) -> torch.Tensor:
 
 
 def _is_last(tie_break) -> bool:
-    require(tie_break in _TIE_BREAKS, "tie_break", tie_break, "a TopKTieBreak")
+    require(isinstance(tie_break, int) and tie_break in _TIE_BREAKS, "tie_break", tie_break, "a TopKTieBreak")
     return tie_break == TopKTieBreak.LARGE
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.comm._exchange import combine_in, dispatch_in, gathered_stats, only, sanitize_in, space_of
 from flashinfer.comm._exchange import metainfo as metainfo_of
@@ -16,6 +19,7 @@ def check_stats(count) -> None:
     require(isinstance(count, int) and count >= 0, "eplb_stats_num_experts", count, "an int of at least 0")
 
 
+@checked
 def moe_a2a_get_workspace_size_per_rank(
     ep_size: int,
     max_num_tokens: int,
@@ -56,6 +60,11 @@ def moe_a2a_get_workspace_size_per_rank(
     """
     check_stats(eplb_stats_num_experts)
     only("backend", backend, "trtllm")
+    least = {"ep_size": (ep_size, 1), "max_num_tokens": (max_num_tokens, 0)}
+    least["total_dispatch_payload_size_per_token"] = total_dispatch_payload_size_per_token, 0
+    least["combine_payload_size_per_token"] = combine_payload_size_per_token, 0
+    for name, (value, bound) in least.items():
+        require(value >= bound, name, value, f"{bound} or more")
     rows = ep_size * max_num_tokens
     parts = rows * total_dispatch_payload_size_per_token + MOST_PAYLOADS * ALIGNMENT
     return (
@@ -104,6 +113,7 @@ def moe_a2a_initialize(
     return metainfo_of(space, max_num_tokens)
 
 
+@checked
 def moe_a2a_wrap_payload_tensor_in_workspace(
     workspace: torch.Tensor, leading_shape: list[int], slice_start: int, slice_end: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -116,7 +126,7 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     leading_shape : list of int
         Of the result, without its last dimension.
     slice_start, slice_end : int
-        Bytes of the row: whole elements of the dtype.
+        Bytes of the row: from a multiple of an element's size on, as many as fill the shape.
     dtype : torch.dtype
         Of the result.
 
@@ -138,10 +148,17 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     >>> moe_a2a_wrap_payload_tensor_in_workspace(workspace, [1, 4], 0, 64, torch.float32).shape
     torch.Size([1, 4, 4])
     """
+    fits = workspace.dtype == torch.uint8 and workspace.dim() in (1, 2) and workspace.shape[0] > 0
+    contiguous = fits and workspace.stride(-1) == 1
+    got = f"{workspace.dtype} {tuple(workspace.shape)}, strides {workspace.stride()}"
+    require(contiguous, "workspace", got, "uint8 [ep_size, bytes], or one row of it, bytes side by side")
     row = workspace if workspace.dim() == 1 else workspace[0]
-    size = slice_end - slice_start
-    fits = 0 <= slice_start <= slice_end <= row.numel() and size % dtype.itemsize == 0
+    size, item = slice_end - slice_start, dtype.itemsize
+    fits = 0 <= slice_start <= slice_end <= row.numel() and slice_start % item == 0 and size % item == 0
     require(fits, "slice_end", slice_end, f"up to {row.numel()}, whole elements of {dtype} behind slice_start")
+    count = math.prod(leading_shape)
+    require(count > 0 and size // item % count == 0, "leading_shape", leading_shape,
+            f"a shape that {size // item} elements fill")  # fmt: skip
     return row[slice_start:slice_end].view(dtype).view(*leading_shape, -1)
 
 
@@ -175,7 +192,7 @@ def moe_a2a_dispatch(
     input_payloads : list of torch.Tensor
         Up to 8, [tokens, ...] of any dtype, contiguous.
     workspace, metainfo : torch.Tensor
-        Of `MoeAlltoAll.get_workspace` and `moe_a2a_initialize`.
+        Of `MoeAlltoAll.get_workspace` and `moe_a2a_initialize`. The second is not read: the workspace is known.
     runtime_max_tokens_per_rank : int
         At least the tokens of any rank; rows of the results.
     ep_rank, ep_size, top_k, num_experts : int
@@ -282,8 +299,10 @@ def moe_a2a_combine(
         came, what this rank's experts made of it. Other rows are not read.
     local_num_tokens : int
         Tokens of this rank in the dispatch.
-    workspace, metainfo, runtime_max_tokens_per_rank, ep_rank, ep_size, top_k, enable_pdl, backend
+    workspace, metainfo, runtime_max_tokens_per_rank, ep_rank, ep_size, enable_pdl, backend
         As in `moe_a2a_dispatch`.
+    top_k : int
+        It has no effect: the dispatch had it.
     combine_payload_offset : int
         What the dispatch returned.
     payload_in_workspace : bool

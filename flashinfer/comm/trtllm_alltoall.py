@@ -210,8 +210,10 @@ class MnnvlMoe:
         workspace : torch.Tensor
             Of `get_moe_prepare_workspace`.
         max_token_count_per_rank, ep_rank, ep_size, top_k : int
-        expert_count, slot_count : int
-            Experts; slots they are in, which are divided among ranks.
+        expert_count : int
+            Experts. It has no effect: ids are those of slots.
+        slot_count : int
+            Slots that experts are in, which are divided among ranks.
 
         Returns
         -------
@@ -279,7 +281,9 @@ class MnnvlMoe:
         """
         most = max_token_count_per_rank
         shape = tuple(gathered_expert_ids.shape)
-        for name, tensor in (("gathered_target_rank_ids", gathered_target_rank_ids), ("scales", gathered_scales)):
+        for name, tensor in (
+            ("gathered_target_rank_ids", gathered_target_rank_ids), ("gathered_scales", gathered_scales),
+        ):
             if tensor is not None:
                 require(tuple(tensor.shape) == shape, name, tuple(tensor.shape), str(shape))
         require(len(shape) == 2 and shape[1] == top_k, "gathered_expert_ids", shape, f"[rows, {top_k}]")

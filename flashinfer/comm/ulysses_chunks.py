@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
 
 
@@ -16,6 +17,7 @@ def kept(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return out.copy_(result)
 
 
+@checked
 def pack_ulysses_qkv_head_chunk(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -67,6 +69,7 @@ def pack_ulysses_qkv_head_chunk(
     return kept(torch.cat(parts, -1).flatten(2, 3), out)
 
 
+@checked
 def merge_ulysses_output_head_chunk(
     received: torch.Tensor, *, world_size: int, local_heads: int, head_offset: int, out: torch.Tensor
 ) -> torch.Tensor:

@@ -336,7 +336,7 @@ def _weights(encoding: str, given, scales, biases) -> list[experts.Weight]:
         elif encoding != "fp8":
             layout = "128x4"
             blocks = k // experts.room.WIDTH[stored]
-            scale = experts.expert_factors(f"quant_scales: {factors}", scales[factors], n, blocks, layout)
+            scale = experts.expert_factors(f"quant_scales: {factors}", scales[factors], len(codes), n, blocks, layout)
         made.append(experts.Weight(name, codes, stored, scale, layout, bias, fragments=arranged))
     return made
 

@@ -408,12 +408,11 @@ def _run_quantize(x, encoding, global_scale, token_map, tile, codes, factors, ro
     room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors, row_scale)
 
 
-def expert_factors(name: str, scale, n: int, blocks: int, layout: str) -> torch.Tensor:
+def expert_factors(name: str, scale, experts: int, n: int, blocks: int, layout: str) -> torch.Tensor:
     """Scale factors of a byte of weights [experts, .]: [experts, n, blocks], or flat for each expert if tiled."""
     high, wide = layouts.padded(n, blocks, layout)
-    experts = len(scale)
-    fits = scale.is_contiguous() and scale.nbytes == experts * high * wide
-    allowed = f"{high} x {wide} bytes for each expert, contiguous: {n} rows of {blocks}, {layout}"
+    fits = scale.shape[:1] == (experts,) and scale.is_contiguous() and scale.nbytes == experts * high * wide
+    allowed = f"{high} x {wide} bytes for each of {experts} experts, contiguous: {n} rows of {blocks}, {layout}"
     require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", allowed)
     scale = scale.view(torch.uint8)
     return scale.view(experts, n, blocks) if layout == "linear" else scale.view(experts, high * wide)
@@ -447,7 +446,10 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     require(x.dim() == 2, rows, tuple(x.shape), "[tokens, hidden]")
     require(x.stride(1) == 1 or x.shape[1] == 1, rows, f"strides {x.stride()}", "contiguous rows")
     fits = ids.dim() == 2 and (ids.numel() if tokens.of_pairs else len(ids)) == len(x)
-    require(fits, ids_name, tuple(ids.shape), f"[{len(x)}, top_k], a row for each token of {rows}")
+    got = f"{len(ids)} rows" if routed.by_logits else tuple(ids.shape)
+    require(fits, ids_name, got, f"[{len(x)}, top_k], a row for each token of {rows}")
+    fits = 1 <= ids.shape[1] <= routing.MOST_CHOICES
+    require(fits, ids_name, tuple(ids.shape), f"1 to {routing.MOST_CHOICES} experts of each token")
     if routed.weights is not None:
         require(routed.weights.shape == ids.shape, weights_name, tuple(routed.weights.shape), f"{tuple(ids.shape)}")
     same_device(

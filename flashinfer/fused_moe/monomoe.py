@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require, same_device
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import RoutingMethodType
@@ -118,6 +118,7 @@ def interleave_for_tma_wgmma_up(w_fp8: torch.Tensor) -> torch.Tensor:
 
 
 @checked
+@named(routing_logits="router_logits")
 def mono_moe(
     activations_in: torch.Tensor,
     router_logits: torch.Tensor,
@@ -227,7 +228,7 @@ def mono_moe(
     scales = expert_scales_up.unflatten(1, (2, -1)).flip(1).flatten(1, 2)
     first = experts.Weight("expert_weights_up", _up_first(up, not interleave_up), "fp8_block", scales)
     second = experts.Weight("expert_weights_down", down, "fp8_block", expert_scales_down)
-    routed = experts.Routed(ids, weights, 0, count)
+    routed = experts.Routed(ids, weights, 0, count, by_logits=True, ids_name="router_logits")
     return experts.run(
         experts.Tokens(codes, "fp8_block", factors), routed, first, experts.Activation("swiglu"),
         experts.Between("fp8_block"), second, out,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import present, require, same_device
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import ActivationType, WeightLayout
 
 
+@named(routing_method="routing_method_type")
 def routed_by_logits(
     logits, bias, num_experts, top_k, n_group, topk_group, local, scaling, method, norm, replay, /, *, shared=None
 ) -> experts.Routed:
@@ -26,7 +28,7 @@ def routed_by_logits(
         logits, bias, method, top_k, n_group=n_group, topk_group=topk_group, routed_scaling_factor=scaling,
         norm_topk_prob=norm, num_fused_shared_experts=shared, routing_replay_out=replay,
     )  # fmt: skip
-    return experts.Routed(ids, weights, offset, count + shared, by_logits=True)
+    return experts.Routed(ids, weights, offset, count + shared, by_logits=True, ids_name="routing_logits")
 
 
 def routed_by_ids(topk_ids, num_experts, top_k, local, replay=None, delta=None) -> experts.Routed:
@@ -53,6 +55,10 @@ def routed_by_ids(topk_ids, num_experts, top_k, local, replay=None, delta=None) 
 def check_local(offset, count, num_experts) -> None:
     fits = 0 <= offset and 1 <= count and offset + count <= num_experts
     require(fits, "local_expert_offset, local_num_experts", (offset, count), f"experts among {num_experts}")
+
+
+def check_rows(x) -> None:
+    require(x.dim() == 2, "hidden_states", tuple(x.shape), "[tokens, hidden]")
 
 
 def check_valid(hidden, intermediate, valid_hidden_size, valid_intermediate_size, do_finalize=True) -> int:
@@ -333,7 +339,7 @@ def trtllm_bf16_routed_moe(
 
 def _bf16(routed, x, w1, w2, intermediate, shuffled, layout, do_finalize, activation_type, shape, output, /):
     require(x.dtype == torch.bfloat16, "hidden_states", x.dtype, "bfloat16")
-    require(x.dim() == 2, "hidden_states", tuple(x.shape), "[tokens, hidden]")
+    check_rows(x)
     alpha, beta, limit = shape
     act, gated = activation(activation_type, alpha, beta, limit, routed.experts, x.device)
     weights = []
@@ -345,6 +351,7 @@ def _bf16(routed, x, w1, w2, intermediate, shuffled, layout, do_finalize, activa
                     do_finalize)  # fmt: skip
 
 
+@named(gemm1_weights_bias="gemm1_bias", gemm2_weights_bias="gemm2_bias")
 def finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, /, hidden=None):
     """The mixture with a bfloat16 result of `hidden` columns; without finalize, or with a delta, a list."""
     x, (first, second) = tokens.codes, weights

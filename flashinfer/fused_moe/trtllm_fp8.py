@@ -10,6 +10,7 @@ from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import (
     activation,
+    check_rows,
     check_valid,
     check_weights,
     finished,
@@ -158,7 +159,8 @@ def trtllm_fp8_block_scale_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    sizes = hidden_states.shape[-1], intermediate_size
+    check_rows(hidden_states)
+    sizes = hidden_states.shape[1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     routed = routed_by_logits(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
@@ -244,7 +246,8 @@ def trtllm_fp8_block_scale_routed_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    sizes = hidden_states.shape[-1], intermediate_size
+    check_rows(hidden_states)
+    sizes = hidden_states.shape[1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     local = (local_expert_offset, local_num_experts)
     routed = routed_by_ids(topk_ids, num_experts, top_k, local, delta=gemm1_lora_delta)
@@ -258,7 +261,7 @@ def _block_scaled(
     routed, x, x_scale, given, kind, shuffled, layout, act, intermediate, valid, output, do_finalize, /
 ) -> list[torch.Tensor] | torch.Tensor:
     kinds = (Fp8QuantizationType.DeepSeekFp8, Fp8QuantizationType.MxFp8)
-    require(kind in kinds, "fp8_quantization_type", kind, "DeepSeekFp8, MxFp8")
+    require(isinstance(kind, int) and kind in kinds, "fp8_quantization_type", kind, "DeepSeekFp8, MxFp8")
     deepseek = kind == Fp8QuantizationType.DeepSeekFp8
     encoding = "fp8_block" if deepseek else "mxfp8"
     require(x.dtype == torch.float8_e4m3fn, "hidden_states", x.dtype, "float8_e4m3fn")
@@ -277,7 +280,7 @@ def _block_scaled(
             shuffle, placed = 16 if shuffled else 0, "linear"
         else:
             shuffle, placed = (32, "128x4") if shuffled else (0, "linear")
-            scale = experts.expert_factors(f"{name}_scale", scale, n, -(-k // 32), placed)
+            scale = experts.expert_factors(f"{name}_scale", scale, len(codes), n, -(-k // 32), placed)
         weights.append(experts.Weight(name, codes, encoding, scale, placed, bias, paired, shuffle, block))
     between = experts.Between(encoding)
     return finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
@@ -470,6 +473,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
 
 
 def _per_tensor(routed, x, given, scales, activation_type, limit, intermediate, output, do_finalize, /):
+    check_rows(x)
     require(x.dtype == torch.float8_e4m3fn, "hidden_states", x.dtype, "float8_e4m3fn")
     act, gated = activation(activation_type, None, None, limit, routed.experts, x.device)
     names = ("output1_scales_scalar", "output1_scales_gate_scalar", "output2_scales_scalar")

@@ -7,7 +7,14 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.fused_moe import experts
-from flashinfer.fused_moe.trtllm import activation, check_weights, finished, routed_by_ids, routed_by_logits
+from flashinfer.fused_moe.trtllm import (
+    activation,
+    check_rows,
+    check_weights,
+    finished,
+    routed_by_ids,
+    routed_by_logits,
+)
 from flashinfer.tllm_enums import ActivationType, WeightLayout
 
 
@@ -222,6 +229,7 @@ def trtllm_fp8_per_channel_scale_routed_moe(
 
 
 def _per_channel(routed, x, x_scale, given, scales, activation_type, intermediate, do_finalize):
+    check_rows(x)
     require(x.dtype == torch.float8_e4m3fn, "hidden_states", x.dtype, "float8_e4m3fn")
     require(x_scale.dtype == torch.float32, "hidden_states_scale", x_scale.dtype, "float32")
     require(x_scale.numel() == len(x), "hidden_states_scale", tuple(x_scale.shape), f"[{len(x)}, 1]")

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.fused_moe import experts
-from flashinfer.fused_moe.trtllm import activation, check_valid, finished, routed_by_ids, routed_by_logits
+from flashinfer.fused_moe.trtllm import activation, check_rows, check_valid, finished, routed_by_ids, routed_by_logits
 from flashinfer.ops import layouts
 from flashinfer.ops.moe.experts import extents
 from flashinfer.tllm_enums import ActivationType
@@ -95,7 +95,7 @@ def trtllm_mxint4_block_scale_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    require(hidden_states.dim() == 2, "hidden_states", tuple(hidden_states.shape), "[tokens, hidden]")
+    check_rows(hidden_states)
     sizes = hidden_states.shape[1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     routed = routed_by_logits(
@@ -178,7 +178,7 @@ def trtllm_mxint4_block_scale_routed_moe(
     >>> out.shape
     torch.Size([2, 128])
     """
-    require(hidden_states.dim() == 2, "hidden_states", tuple(hidden_states.shape), "[tokens, hidden]")
+    check_rows(hidden_states)
     sizes = hidden_states.shape[1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     local = (local_expert_offset, local_num_experts)

@@ -7,10 +7,11 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.fused_moe import experts
-from flashinfer.fused_moe.trtllm import activation, check_valid, finished, routed_by_ids, routed_by_logits
+from flashinfer.fused_moe.trtllm import activation, check_rows, check_valid, finished, routed_by_ids, routed_by_logits
 from flashinfer.fused_moe.trtllm_fp8 import byte_factors
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FACTOR_DTYPES
+from flashinfer.quantization._rows import layout_name
 from flashinfer.tllm_enums import ActivationType, RoutingMethodType, SfLayout
 
 _FP4 = (torch.uint8, torch.float4_e2m1fn_x2)
@@ -103,7 +104,7 @@ def trtllm_fp4_block_scale_moe(
     valid_hidden_size, valid_intermediate_size : int, optional
         Sizes without padding. The result has the first alone; padding of the input and of the weights has to be zeros.
     hidden_states_scale_layout : SfLayout, optional
-        Of hidden_states_scale; None is row-major.
+        Of hidden_states_scale, or its number; None is row-major.
 
     Returns
     -------
@@ -251,10 +252,8 @@ def trtllm_fp4_block_scale_routed_moe(
 
 def _tokens(x, scale, layout) -> experts.Tokens:
     """Rows by their dtype: bfloat16, MXFP8 or FP8, NVFP4."""
-    named = "linear"
-    if layout is not None:
-        require(isinstance(layout, SfLayout), "hidden_states_scale_layout", layout, ", ".join(map(str, SfLayout)))
-        named = layout.name.removeprefix("layout_")
+    check_rows(x)
+    named = "linear" if layout is None else layout_name("hidden_states_scale_layout", layout)
     name = "hidden_states_scale"
     if x.dtype == torch.bfloat16 or (x.dtype == torch.float8_e4m3fn and scale is None):
         require(scale is None, name, "a tensor", "None with bfloat16")
@@ -301,7 +300,8 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
         require(half > 32, name, tuple(codes.shape), "more than 64 columns: with fewer, factors do not tell the format")
         per = scale.numel() // max(len(codes), 1)
         encoding = "nvfp4" if per == sizes["nvfp4"][0] * sizes["nvfp4"][1] else "mxfp4"
-        scale = experts.expert_factors(named, scale, n, 2 * half // experts.room.WIDTH[encoding], "128x4")
+        blocks = 2 * half // experts.room.WIDTH[encoding]
+        scale = experts.expert_factors(named, scale, len(codes), n, blocks, "128x4")
         weights.append(experts.Weight(name, codes.view(torch.uint8), encoding, scale, "128x4", bias, paired, 32))
     names = ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
     scale_out, scale, second = (

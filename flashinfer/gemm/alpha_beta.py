@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import check_apart, require, same_device
 from flashinfer._core.literals import Backend
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -71,6 +71,7 @@ def gemm_alpha_beta(
     for name, x in (("a", a), ("b", b), ("c", c)):
         require(x.dim() == 2, name, tuple(x.shape), "two dimensions")
     same_device(a=a, b=b, c=c)
+    check_apart([("c", c)], [("a", a), ("b", b)], in_place=())
     a, b = a.mT if trans_a else a, b.mT if trans_b else b
     given.same("b", b.shape[0], "a", a.shape[1], "K")
     require(c.shape == (a.shape[0], b.shape[1]), "c", tuple(c.shape), f"[{a.shape[0]}, {b.shape[1]}]")

@@ -79,7 +79,7 @@ class PreparedFp4Linear:
     Raises
     ------
     ValueError
-        Another epilogue.
+        Another epilogue or head_dim, or norms with an epilogue that has none.
 
     Examples
     --------
@@ -114,6 +114,10 @@ class PreparedFp4Linear:
     ):
         require(epilogue in _EPILOGUES, "epilogue", repr(epilogue), ", ".join(_EPILOGUES))
         require(not getattr(config, "separate_qkv_output", False), "config", config, "one without separate_qkv_output")
+        require(head_dim in (None, 128), "head_dim", head_dim, "None, 128")
+        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+            alone = weight is None or epilogue == "qkv_qknorm_rope"
+            require(alone, name, "a tensor", "None, but with epilogue 'qkv_qknorm_rope'")
         self.weight_packed, self.weight_block_scale = weight_packed, weight_block_scale
         self.alpha = float(input_global_scale) * float(weight_global_scale)
         self.bias, self.q_norm, self.k_norm, self.qkv_scale = bias, q_norm, k_norm, qkv_scale

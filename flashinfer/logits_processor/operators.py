@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import ClassVar
 
 import torch
 
 from flashinfer import sampling
-from flashinfer._core.checks import require
+from flashinfer._core.checks import WrongKind, require, same_device
 from flashinfer.logits_processor.op import ParameterizedOp
 from flashinfer.logits_processor.types import TaggedTensor, TensorType
+from flashinfer.sampling.arguments import per_row
 
 LOGITS, PROBS, INDICES = TensorType.LOGITS, TensorType.PROBS, TensorType.INDICES
+
+
+def _of_rows(name: str, value, x: torch.Tensor) -> torch.Tensor | float:
+    """A parameter as a number, or as [rows of x, 1]."""
+    if isinstance(value, torch.Tensor):
+        value = per_row(name, value, len(x), x.device)
+    if isinstance(value, torch.Tensor):
+        same_device(x=x, **{name: value})
+        return value[:, None]
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise WrongKind(f"{name}: got {value!r}; allowed: a number, or a tensor")
+    return float(value)
 
 
 class TemperatureOp(ParameterizedOp):
@@ -19,13 +33,13 @@ class TemperatureOp(ParameterizedOp):
     NEEDS = ("temperature",)
 
     def __call__(self, tensor, **kwargs):
-        temperature = self.runtime(kwargs)["temperature"]
-        if isinstance(temperature, torch.Tensor) and temperature.dim():
-            temperature = temperature[:, None]
-        else:
-            require(float(temperature) > 0, "temperature", float(temperature), "above 0")
+        logits = tensor.data
+        temperature = _of_rows("temperature", self.runtime(kwargs)["temperature"], logits)
+        each = isinstance(temperature, torch.Tensor)
+        require(each or temperature > 0, "temperature", temperature, "above 0")
         # -inf stays -inf at a temperature of infinity.
-        return TaggedTensor.logits((tensor.data / temperature).where(tensor.data != -torch.inf, -torch.inf))
+        scaled = (logits / temperature).where(logits != -torch.inf, -torch.inf)
+        return TaggedTensor.logits(scaled.where(temperature > 0, torch.nan) if each else scaled)
 
 
 class SoftmaxOp(ParameterizedOp):
@@ -42,9 +56,10 @@ class FusedTemperatureSoftmaxOp(SoftmaxOp):
     def __call__(self, tensor, **kwargs):
         given = self.runtime(kwargs)
         temperature = given["temperature"]
-        if isinstance(temperature, torch.Tensor) and temperature.numel() == 1:
-            # One for all rows, as the steps that this stands for have it.
-            given["temperature"] = temperature.float().reshape(1).expand(len(tensor.data))
+        if isinstance(temperature, torch.Tensor):
+            # One for all rows, or one for each, as the steps that this stands for have it.
+            temperature = per_row("temperature", temperature, len(tensor.data), tensor.data.device)
+            given["temperature"] = temperature.float() if isinstance(temperature, torch.Tensor) else temperature
         return TaggedTensor.probs(sampling.softmax(tensor.data, **given))
 
 
@@ -90,11 +105,15 @@ class MinPOp(ParameterizedOp):
     NEEDS = ("min_p",)
 
     def __call__(self, tensor, **kwargs):
-        min_p = _portions(self.runtime(kwargs))["min_p"]
         probs = tensor.data.float()
-        share = min_p[:, None] if isinstance(min_p, torch.Tensor) and min_p.dim() else min_p
-        kept = probs.where(probs >= share * probs.amax(-1, keepdim=True), 0)
-        return TaggedTensor.probs(kept / kept.sum(-1, keepdim=True))
+        share = _of_rows("min_p", _portions(self.runtime(kwargs))["min_p"], probs)
+        share = share if isinstance(share, torch.Tensor) else probs.new_full((1, 1), share)
+        kept = (probs >= share * probs.amax(-1, keepdim=True)) & (share >= 0) & (share <= 1)
+        kept = probs.clamp(min=0).where(kept, 0)
+        total = kept.sum(-1, keepdim=True)
+        shares = kept / total.where(total > 0, 1)
+        broken = (probs.isnan() | probs.isposinf()).any(-1, keepdim=True)
+        return TaggedTensor.probs(shares.where(~broken, torch.nan))
 
 
 class SampleOp(ParameterizedOp):

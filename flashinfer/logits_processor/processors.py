@@ -76,7 +76,8 @@ class Temperature(LogitsProcessor):
     Parameters
     ----------
     **params
-        `temperature`, if it is fixed; else it is given at run time: a number above 0, or a tensor [batch].
+        `temperature`, if it is fixed; else it is given at run time: a number above 0, or a tensor [batch] or
+        [batch, 1]. A row whose temperature is not above 0 is NaN.
 
     Examples
     --------
@@ -170,7 +171,8 @@ class MinP(LogitsProcessor):
     Parameters
     ----------
     **params
-        `min_p`, if it is fixed; else it is given at run time: a number, or a tensor [batch].
+        `min_p`, if it is fixed; else it is given at run time: a number, or a tensor [batch]. Rows with NaN or inf are
+        NaN; rows without a probability above 0, or with a `min_p` that is not in 0 to 1, are 0.
 
     Examples
     --------

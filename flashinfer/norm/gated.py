@@ -81,7 +81,7 @@ def supports_rmsnorm_sigmoid_gate(
     >>> flashinfer.supports_rmsnorm_sigmoid_gate(torch.bfloat16, 128)
     True
     """
-    return dtype in ROW_DTYPES and head_dim > 0
+    return dtype in ROW_DTYPES and isinstance(head_dim, int) and head_dim > 0
 
 
 @checked
@@ -265,7 +265,7 @@ def supports_gated_residual_rmsnorm(
     >>> flashinfer.supports_gated_residual_rmsnorm(branch, residual, weight, alpha, beta)
     True
     """
-    return _accepted(branch, residual, weight, alpha, beta, None)
+    return isinstance(alpha, torch.Tensor) and _accepted(branch, residual, weight, alpha, beta, None)
 
 
 def supports_gated_residual_next_rmsnorm(
@@ -306,11 +306,15 @@ def supports_gated_residual_next_rmsnorm(
     >>> flashinfer.supports_gated_residual_next_rmsnorm(branch, residual, weight, 2.0, torch.ones(64))
     True
     """
-    gate = alpha if isinstance(alpha, torch.Tensor) else None
-    return _accepted(branch, residual, post_weight, gate, beta, next_weight)
+    number = isinstance(alpha, (int, float))
+    fits = isinstance(next_weight, torch.Tensor) and (number or isinstance(alpha, torch.Tensor))
+    return fits and _accepted(branch, residual, post_weight, None if number else alpha, beta, next_weight)
 
 
 def _accepted(branch, residual, weight, alpha, beta, next_weight) -> bool:
+    given = branch, residual, beta, *(x for x in (weight, alpha, next_weight) if x is not None)
+    if not all(isinstance(x, torch.Tensor) for x in given):
+        return False
     try:
         _check_gated(branch, residual, weight, alpha, beta, next_weight)
     except ValueError:

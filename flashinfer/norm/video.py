@@ -69,7 +69,7 @@ def fused_qk_rmsnorm_rope(
     eps : float
         Added to the mean square.
     base : float
-        Of the frequencies.
+        Of the frequencies, above 0.
     interleave : bool
         Whether a pair is two neighbours, or an element of the head's first half and the one head_dim / 2 after it; the
         axes have their share of the pairs, in the same order, in either case.
@@ -113,7 +113,8 @@ def fused_qk_rmsnorm_rope(
     >>> q.shape
     torch.Size([1, 8, 1, 128])
     """
-    require(factor > 0, "factor", factor, "more than 0")
+    for name, value in (("base", base), ("factor", factor)):
+        require(value > 0, name, value, "more than 0")
     alone = factor != 1 or attention_factor == 1
     require(alone, "attention_factor", attention_factor, "1, where factor is 1")
     channels = num_frame_channels, num_height_channels, num_width_channels

@@ -95,8 +95,8 @@ def nvfp4_quantize_per_token_cute_dsl(
         0: 128x4 tiles, 1: 8x4 tiles, 2: row-major.
     enable_pdl, nvfp4_4over6
         As in `nvfp4_quantize`.
-    out_scale : torch.Tensor, optional
-        Receives the scales, float32 [M].
+    out_scale : torch.Tensor or float, optional
+        One element that the scales which are returned are times. Codes and factors do not depend on it.
 
     Returns
     -------

@@ -372,7 +372,7 @@ def scaled_fp4_grouped_quantize(
     a : torch.Tensor
         [B, M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 16.
     mask : torch.Tensor
-        int32 [B]: how many rows of each matrix count. Codes and factors of the others are not written.
+        int32 [B]: how many rows of each matrix count. Codes and factors of the others are not defined.
     a_global_sf : torch.Tensor
         float32 [1] or [B]: 448 * 6 / (largest magnitude).
     nvfp4_4over6 : NVFP44Over6Config, optional
@@ -384,7 +384,7 @@ def scaled_fp4_grouped_quantize(
         uint8 [M, K / 2, B], a view of [B, M, K / 2].
     factors : torch.Tensor
         float8_e4m3fn [32, 4, padded M / 128, 4, padded K / 64, B], a view of 128x4 tiles: row 128 i + 32 g + r and
-        factor 4 j + c are at [r, g, i, c, j].
+        factor 4 j + c are at [r, g, i, c, j]. The padding of rows that count is 0.
 
     Raises
     ------

@@ -91,7 +91,7 @@ def mxfp8_grouped_quantize(
         [B, M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 32; it is padded with
         zeros to one of 128.
     mask : torch.Tensor
-        int32 [B]: how many rows of each matrix count. Values and factors of the others are not written. More than M
+        int32 [B]: how many rows of each matrix count. Values and factors of the others are not defined. More than M
         counts as M.
     backend : str
         "cutile" or "cake", upstream's implementations, or a variant's name.

@@ -231,6 +231,8 @@ def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> floa
     >>> nvfp4_e4m3_max()
     448.0
     """
+    known = nvfp4_4over6_config is None or isinstance(nvfp4_4over6_config, NVFP44Over6Config)
+    require(known, "nvfp4_4over6_config", repr(nvfp4_4over6_config), "an NVFP44Over6Config, or None")
     return float(_E4M3_MAX if nvfp4_4over6_config is None else nvfp4_4over6_config.e4m3_max)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -146,10 +147,23 @@ def test_which_backend_ulysses_takes():
 def test_sizes_of_workspaces():
     assert comm.compute_fp4_swizzled_layout_sf_size(130, 5) == 256 * 8
     assert comm.decode_cp_a2a_workspace_size(2) == symmetric.header(2, 64 << 10)
+    wrapped = partial(comm.moe_a2a_wrap_payload_tensor_in_workspace, torch.zeros(1, 256, dtype=torch.uint8))
+    assert wrapped([2, 4], 4, 68, torch.float16).shape == (2, 4, 4)
+    size = comm.moe_a2a_get_workspace_size_per_rank
+    prepared, ids = comm.MnnvlMoe.mnnvl_moe_alltoallv_prepare, torch.zeros(4, 2, dtype=torch.int32)
     for call, message in (
         (lambda: comm.trtllm_destroy_ipc_workspace_for_all_reduce([]), "workspace: got list"),
         (lambda: comm.trtllm_lamport_initialize(0, 4, torch.int32), "dtype: got torch.int32"),
         (lambda: comm.pack_strided_memory(0, 3, 4, 1, torch.float32, 0), "segment_size: got (3, 4)"),
+        (lambda: size(0, 4, 256, 256), "ep_size: got 0"),
+        (lambda: size(2, 4, -1, 256), "total_dispatch_payload_size_per_token: got -1"),
+        (lambda: size(2, -4, 256, 256), "max_num_tokens: got -4"),
+        (lambda: size(2, 4, 256, None), "combine_payload_size_per_token: got None"),
+        (lambda: wrapped([1, 3], 0, 64, torch.float32), "leading_shape: got [1, 3]"),
+        (lambda: wrapped([1, 4], 2, 66, torch.float32), "slice_end: got 66"),
+        (lambda: wrapped([1, 4], 0, 512, torch.uint8), "slice_end: got 512"),
+        (lambda: prepared(ids, None, ids, ids[:2].float(), 2, 4, 2, 0, 2), "gathered_scales: got (2, 2)"),
+        (lambda: prepared(ids[:2], None, ids, None, 2, 4, 2, 0, 2), "gathered_target_rank_ids: got (2, 2)"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()

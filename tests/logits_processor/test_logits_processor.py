@@ -205,15 +205,56 @@ def test_masked_logits_stay_masked_at_any_temperature(device):
     assert LogitsPipe([Temperature()])(logits, temperature=torch.inf).tolist() == [[0.0, -torch.inf, 0.0]]
 
 
+@pytest.mark.parametrize("compile", [True, False])
+def test_one_temperature_for_each_row_in_either_shape(device, compile):
+    """Users who divide logits by hand have temperatures as a column."""
+    logits, each = torch.randn(3, 20, device=device), torch.tensor([0.5, 1.0, 4.0], device=device)
+    truth = logits.double() / each.double()[:, None]
+    for given in (each, each[:, None], each.double()[:, None]):
+        scaled = LogitsPipe([Temperature()], compile)(logits, temperature=given)
+        assert_close(scaled.float(), logits / each[:, None], truth)
+        probs = LogitsPipe([Temperature(), Softmax()], compile)(logits, temperature=given)
+        assert_close(probs, torch.softmax(logits / each[:, None], -1), torch.softmax(truth, -1))
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_impossible_temperatures_are_nan_in_their_rows_alone(device, compile):
+    logits, each = torch.randn(4, 9, device=device), torch.tensor([1.0, 0.0, -2.0, torch.nan], device=device)
+    for steps in ([Temperature()], [Temperature(), Softmax()]):
+        result = LogitsPipe(steps, compile)(logits, temperature=each)
+        assert result.isnan().all(1).tolist() == [False, True, True, True] and result[0].isfinite().all()
+
+
+def test_min_p_of_rows(device):
+    probs = torch.tensor([[0.5, 0.4, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 0.0], [torch.nan, 0.5, 0.5]], device=device)
+    wanted = torch.tensor([[1.0, 0.0, 0.0], [0.5 / 0.9, 0.4 / 0.9, 0.0], [0.0, 0.0, 0.0]], device=device)
+    each = torch.tensor([0.9, 0.5, 0.5, 0.5], device=device)
+    for given in (each, each[:, None]):
+        kept = LogitsPipe([MinP()])(probs, min_p=given)
+        torch.testing.assert_close(kept[:3], wanted)
+        assert kept[3].isnan().all()
+    impossible = torch.tensor([-0.5, 1.5, torch.nan], device=device)
+    assert not LogitsPipe([MinP()])(probs[[0, 0, 0]], min_p=impossible).any()
+    for compile in (True, False):
+        drawn = LogitsPipe([MinP(), Sample()], compile)(probs[[0, 0, 0]].flip(1), min_p=impossible, **SEEDS)
+        assert drawn.tolist() == [0, 0, 0]
+
+
 def test_bad_calls():
     logits = torch.randn(2, 8)
+    alone, three = LogitsPipe([Temperature()]), torch.tensor([1.0, 2.0, 3.0])
     pipe = LogitsPipe([Temperature(), Softmax()])
     for call, argument in (
         (lambda: pipe(logits), "temperature"),
         (lambda: pipe(logits, temperature=0.0), "temperature"),
         (lambda: pipe(logits, temperature=1.0, topk=3), "topk"),
         (lambda: pipe(TaggedTensor.probs(logits), temperature=1.0), "x"),
-        (lambda: LogitsPipe([Temperature()])(logits, temperature=-1.0), "temperature"),
+        (lambda: alone(logits, temperature=-1.0), "temperature"),
+        (lambda: alone(logits, temperature=three), "temperature"),
+        (lambda: alone(logits[:1], temperature=three), "temperature"),
+        (lambda: alone(logits, temperature="1"), "temperature"),
+        (lambda: alone(logits, temperature=True), "temperature"),
+        (lambda: LogitsPipe([Softmax(), MinP()])(logits[:1], min_p=three / 3), "min_p"),
         (lambda: LogitsPipe([Softmax(), TopK()])(logits, top_k=0), "top_k"),
         (lambda: LogitsPipe([Softmax(), MinP()])(logits, min_p=1.5), "min_p"),
         (lambda: LogitsPipe([Softmax(), MinP()])(logits, min_p=0.0), "min_p"),

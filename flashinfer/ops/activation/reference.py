@@ -26,14 +26,17 @@ def _quantise(problem, y, out, given):
     else:
         codes, found = narrow.quantize_nvfp4(y, given.global_scale.view(-1, 1, 1), problem.score)
     codes, found = codes.view(torch.uint8), found.view(torch.uint8)
+    arranged = layouts.arrange(found, problem.layout)
     if given.counts is None:
         out.copy_(codes)
-        given.factors.copy_(layouts.arrange(found, problem.layout))
+        given.factors.copy_(arranged)
         return
-    at = layouts.offsets(*found.shape[1:], problem.layout, y.device)
+    # With the padding of rows that count, which is zero.
+    size = layouts.padded(*found.shape[1:], problem.layout)
+    at = layouts.offsets(*size, problem.layout, y.device)
     for entry, count in enumerate(given.counts.clamp(0, y.shape[1]).tolist()):
         out[entry, :count] = codes[entry, :count]
-        given.factors[entry][at[:count]] = found[entry, :count]
+        given.factors[entry][at[:count]] = arranged[entry][at[:count]]
 
 
 IMPLEMENTATION = Implementation(run)

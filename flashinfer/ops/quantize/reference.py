@@ -40,8 +40,9 @@ def _quantize(problem, x, global_scale, counts, codes, factors, row_scales):
         return
     for entry, count in enumerate(counts.clamp(0, x.shape[1]).tolist()):
         codes[entry, :count] = values[entry, :count].view(torch.uint8)
-        rows, blocks = found.shape[1:]
-        at = layouts.offsets(rows, blocks, problem.layout, x.device)[:count]
+        # With the padding of these rows, which is zero.
+        size = layouts.padded(*found.shape[1:], problem.layout)
+        at = layouts.offsets(*size, problem.layout, x.device)[:count]
         factors[entry][at] = arranged[entry][at]
 
 

@@ -46,7 +46,7 @@ def _prefix(problem, x, k, p, randomness, indices, out, valid):
     else:
         total = (weights.double() * kept).sum(-1, keepdim=True)
         shares = torch.where(kept, weights / total.float(), 0)
-        out.copy_(shares.where(values.isfinite().all(-1, keepdim=True), math.nan))
+        out.copy_(shares.where(~_is_broken(values)[:, None], math.nan))
 
 
 def _chain(problem, draft, ids, target, randomness, tokens, accepted, emitted):
@@ -114,8 +114,12 @@ def _weights(problem, x, indices):
 
 def _is_distribution(values, weights):
     """Rows without NaN and inf that weigh something."""
-    finite = ~(values.isnan() | values.isposinf()).any(-1)
-    return finite & (weights.nan_to_num(0) > 0).any(-1)
+    return ~_is_broken(values) & (weights.nan_to_num(0) > 0).any(-1)
+
+
+def _is_broken(values):
+    """Rows with NaN or inf; -inf is a negative probability, or a logit that is never drawn."""
+    return (values.isnan() | values.isposinf()).any(-1)
 
 
 def _units(problem, weights):

@@ -33,6 +33,7 @@ def test_has_the_bits_of_both_steps(variant, device, batch, rows, hidden, each):
         # [row in 32, of 4, tile, block of 4, tile] -> [row, block]
         found = factors[..., i].view(torch.uint8).permute(2, 1, 0, 4, 3).reshape(high, wide)
         assert_bitwise(found[:count, : hidden // 16].contiguous(), expected)
+        assert not found[:count, hidden // 16 :].any()
 
 
 def test_strides_and_4over6(variant, device):

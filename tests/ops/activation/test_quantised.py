@@ -49,7 +49,8 @@ def test_mxfp8(variant, device, which):
     m, k = (128, 128) if which == "both" else (256, 128)
     x = generate.randn(m, 2 * k, dtype=torch.bfloat16, device=device) * 3
     x[3], x[7, 5] = 0, torch.inf
-    rowwise, colwise = which != "columns", which != "rows"
+    # None is a flag that is not set.
+    rowwise, colwise = which != "columns" or None, which != "rows" or None
     results = flashinfer.silu_and_mul_mxfp8_quantize(x, rowwise=rowwise, colwise=colwise)
     row, column, row_scales, column_scales = results
     assert [t.dtype for t in results] == [torch.float8_e4m3fn] * 2 + [torch.float8_e8m0fnu] * 2

@@ -124,6 +124,10 @@ BAD = [
     (dict(beta=torch.ones(7)), "beta"),
     (dict(beta=torch.ones(8, device="meta")), "beta"),
     (dict(weight=torch.ones(7)), "weight"),
+    (dict(weight=1.0), "weight"),
+    (dict(branch=None), "branch"),
+    (dict(alpha=None), "alpha"),
+    (dict(alpha="1"), "alpha"),
 ]
 
 
@@ -148,10 +152,12 @@ def test_supports():
     assert norm.supports_rmsnorm_sigmoid_gate(torch.float32, 40000, "cpu")
     assert norm.supports_rmsnorm_sigmoid_gate(torch.float32, 40000, "cuda")
     assert not norm.supports_rmsnorm_sigmoid_gate(torch.float8_e4m3fn, 64)
+    assert not norm.supports_rmsnorm_sigmoid_gate(torch.float32, None)
     with pytest.raises(ValueError, match="^gate: got"):
         norm.rmsnorm_sigmoid_gate(torch.ones(2, 8), torch.ones(2, 4))
     x, w = torch.ones(2, 8), torch.ones(8)
     assert norm.supports_gated_residual_next_rmsnorm(x, x, w, 1.0, w)
+    assert not norm.supports_gated_residual_next_rmsnorm(x, x, None, 1.0, w)
     with pytest.raises(ValueError, match="^residual_out: got"):
         norm.gated_residual_next_rmsnorm(x, x, w, 1.0, w, residual_out=torch.ones(2, 8, dtype=torch.float16))
     with pytest.raises(ValueError, match="^ffn_input: got"):

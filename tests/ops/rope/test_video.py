@@ -160,6 +160,7 @@ def test_no_tokens(variant, device):
         (dict(q_weight=torch.ones(16)), "q_weight"), (dict(k_weight=torch.ones(16).half()), "k_weight"),
         (dict(q_out=torch.ones(12, 3, 16, dtype=torch.float16)), "q_out"), (dict(v_out=torch.ones(2)), "v_out"),
         (dict(k_out=torch.ones(12, 1, 32)[..., ::2]), "k_out"), (dict(factor=0.0), "factor"),
+        (dict(base=-1.0), "base"),
         (dict(attention_factor=1.1), "attention_factor"),
     ],
 )  # fmt: skip

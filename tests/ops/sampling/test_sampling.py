@@ -272,6 +272,12 @@ def test_rows_that_cannot_be_drawn_from(variant, device):
         assert valid.tolist() == alive and samples[1:5].tolist() == [0] * 4
         assert samples[0] == samples[5]
     assert sampling.top_k_renorm_probs(probs, 3).isnan().all(1).tolist() == [0, 1, 0, 1, 0, 0]
+    # What is negative counts as 0, -inf too.
+    low, zero = good.clone(), good.clone()
+    low[0, 7], zero[0, 7] = -torch.inf, 0
+    for renorm in (sampling.top_k_renorm_probs, sampling.top_p_renorm_probs):
+        assert_bitwise(renorm(low, 1), renorm(zero, 1))
+    assert sampling.sampling_from_probs(low, seed=11, offset=4, return_valid=True)[1].all()
     logits = torch.stack([good[0].log(), torch.full_like(good[0], -torch.inf), good[0].log()])
     assert sampling.sampling_from_logits(logits, seed=11, offset=4)[1] == 0
 

@@ -203,6 +203,7 @@ def test_bad_input():
         (lambda: top_k(x, 0), "k"),
         (lambda: top_k(x, 9), "k"),
         (lambda: top_k(x, 2, tie_break=7), "tie_break"),
+        (lambda: top_k(x, 2, tie_break=torch.tensor([1, 2])), "tie_break"),
         (lambda: top_k_ragged_transform(x, row[:1], row, 2), "offsets"),
         (lambda: top_k_ragged_transform(x, row.short(), row, 2), "offsets"),
         (lambda: top_k_ragged_transform(x, row, row.float(), 2), "lengths"),

@@ -192,6 +192,8 @@ def test_refused():
         (lambda: gemm.fp4_linear_swiglu(*(x[:24] if i == 3 else x for i, x in enumerate(four))), "weight_block_scale"),
         (lambda: gemm.fp4_qkv_qknorm_rope(*four, *turn, **HEADS, out_dtype=E4M3), "out_dtype"),
         (lambda: by_path.PreparedFp4Linear(*four[3:5], 1.0, 1.0, epilogue="no such"), "epilogue"),
+        (lambda: by_path.PreparedFp4Linear(*four[3:5], 1.0, 1.0, epilogue="linear", q_norm=turn[0]), "q_norm"),
+        (lambda: by_path.PreparedFp4Linear(*four[3:5], 1.0, 1.0, epilogue="qkv_qknorm_rope", head_dim=64), "head_dim"),
         (lambda: by_path.prepare_fp4_qkv_qknorm_rope(four[3][:9], four[4], 1, 1, *turn[:2], **HEADS), "weight_packed"),
     ]
     for call, name in calls:

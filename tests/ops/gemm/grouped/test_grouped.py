@@ -345,6 +345,11 @@ def test_bad_input_of_the_others():
     with pytest.raises(ValueError, match="^a_scale: got"):
         gemm.group_gemm_nvfp4_nt_groupwise(a.codes, b.codes, a.arranged("128x4"), b.arranged("128x4"), indptr)
     x, weights = torch.zeros(4, 8, dtype=BF16), torch.zeros(1, 8, 8, dtype=BF16)
+    ones = torch.full((1024,), 0x38).byte(), torch.full((2, 1024), 0x38).byte()
+    for wrong, name in (((ones[0][1:], ones[1]), "a_descale"), ((ones[0], ones[1][:1]), "b_descale")):
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            grouped_mm.grouped_mm_fp4(torch.zeros(3, 64).byte(), torch.zeros(2, 32, 64).byte(), *wrong,
+                                      torch.tensor([0, 1, 3]).int())  # fmt: skip
     with pytest.raises(ValueError, match="^seg_lens: got None"):
         flashinfer.SegmentGEMMWrapper(torch.empty(1)).run(x, weights, 1, True)
 

@@ -140,6 +140,9 @@ def test_alpha_beta(device, dtype, trans_a, trans_b, alpha, beta):
     same = alpha * (a.float() @ b.float()) + (beta * before.float() if beta else 0)
     truth = alpha * (a.double() @ b.double()) + (beta * before.double() if beta else 0)
     assert_close(c, same.to(BF16), truth)
+    for shared in (c[:1].expand(19, 24), c[:, :1].expand(19, 24)):
+        with pytest.raises(ValueError, match="^c: got strides"):
+            gemm.gemm_alpha_beta(given_a, given_b, shared, trans_a, trans_b, alpha, beta)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -364,13 +364,16 @@ def test_nvfp4_with_nvfp4_rows(way, device):
     d, q, f = torch.full((E,), 0.5, device=device), torch.full((E,), 2.0, device=device), torch.rand(E, device=device)
     results = []
     layouts = [(x_scale, None), (tiled(x_scale), SfLayout.layout_128x4)]
+    layouts += [(scale, layout.value) for scale, layout in ((tiled(x_scale), SfLayout.layout_128x4),
+                                                            (x_scale, SfLayout.layout_linear))]  # fmt: skip
     # The interpreter takes seconds for each, and the tiled one is of cutlass_fused_moe, too.
     for scale, layout in layouts if way == "reference" or device.type == "cuda" else layouts[:1]:
         results += fused_moe.trtllm_fp4_block_scale_routed_moe(
             (ids, s), None, x, scale, w1, s1, None, None, None, None, w2, s2, None,
             d * q, d, f, E, K, None, None, M, 0, E, None, hidden_states_scale_layout=layout,
         )  # fmt: skip
-    assert_bitwise(results[0], results[-1])
+    for result in results[1:]:
+        assert_bitwise(results[0], result)
 
     def quantised(y, e):
         return between("nvfp4")(swiglu(y).double() * float(q[e]))
@@ -590,11 +593,78 @@ def test_bad_input(name, change):
         fused_moe.trtllm_bf16_routed_moe(**call | {key: value(call) for key, value in change.items()})
 
 
+@pytest.mark.parametrize("encoding", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("count", [0, E - 1, 2 * E])
+def test_factors_of_other_experts_are_refused(encoding, which, count):
+    """A kernel would read behind them."""
+    H = M = 128
+    x, x_scale, _ = random(encoding, tokens("cpu"), H)
+    given = [weights(encoding, E, 2 * M, H)[:2], weights(encoding, E, H, M)[:2]]
+    given = [arranged(w, s, gated) for (w, s), gated in zip(given, (True, False))]
+    w, s = given[which]
+    given[which] = w, torch.cat((s, s))[:count]
+    (w1, s1), (w2, s2) = given
+    sizes = E, K, None, None, M, 0, E, None
+    with pytest.raises(ValueError, match=f"^gemm{which + 1}_weights_scale: got .*allowed: "):
+        if encoding == "mxfp8":
+            fused_moe.trtllm_fp8_block_scale_routed_moe(
+                chosen("cpu"), None, x, x_scale, w1, s1, w2, s2, *sizes, use_shuffled_weight=True,
+                fp8_quantization_type=Fp8QuantizationType.MxFp8,
+            )  # fmt: skip
+        else:
+            nones = (None,) * 4
+            fused_moe.trtllm_fp4_block_scale_routed_moe(
+                chosen("cpu"), None, x, x_scale, w1, s1, *nones, w2, s2, *nones, *sizes
+            )
+
+
+@pytest.mark.parametrize("shape", [(), (H,), (1, 4, H)])
+def test_rows_of_other_axes(shape):
+    x, logits = torch.zeros(shape).to(torch.float8_e4m3fn), torch.randn(4, E)
+    w1, w2 = torch.zeros(E, 2 * M, H).to(x.dtype), torch.zeros(E, H, M).to(x.dtype)
+    four, ones, nones = torch.zeros(E, 128, 64).byte(), torch.ones(E), (None,) * 4
+    sizes = E, K, None, None, M, 0, E, None
+    for call in (
+        lambda: fused_moe.trtllm_fp8_block_scale_moe(logits, None, x, ones, w1, ones, w2, ones, *sizes, 1),
+        lambda: fused_moe.trtllm_fp8_per_tensor_scale_moe(logits, None, x, w1, ones, ones, w2, ones, *sizes, False, 1),
+        lambda: fused_moe.trtllm_fp4_block_scale_moe(
+            logits, None, x, None, four, four, *nones, four, four, *nones, *sizes, 1
+        ),
+    ):
+        with pytest.raises(ValueError, match="^hidden_states: got .*allowed: "):
+            call()
+
+
+def test_errors_of_logits_and_biases_name_them():
+    (x, w1, w2), _ = bf16_layer("cpu")
+    with pytest.raises(ValueError, match=f"^routing_logits: got {len(x) - 1} rows; allowed: "):
+        fused_moe.trtllm_bf16_moe(torch.randn(len(x) - 1, E), None, x, w1, w2, E, K, None, None, M, 0, E, None, 1,
+                                  use_shuffled_weight=False, weight_layout=0)  # fmt: skip
+    x, x_scale, _ = random("mxfp8", 4, 128)
+    (v1, s1, _), (v2, s2, _) = weights("mxfp8", E, 256, 128), weights("mxfp8", E, 128, 128)
+    for name in ("gemm1_bias", "gemm2_bias"):
+        with pytest.raises(ValueError, match=f"^{name}: got .*allowed: "):
+            fused_moe.trtllm_fp8_block_scale_moe(
+                torch.randn(4, E), None, x, x_scale, v1, s1, v2, s2, E, K, None, None, 128, 0, E, None, 1,
+                fp8_quantization_type=Fp8QuantizationType.MxFp8, **{name: torch.ones(E, 3)},
+            )  # fmt: skip
+
+
+def test_a_method_that_is_none():
+    (x, w1, w2), _ = bf16_layer("cpu")
+    with pytest.raises(ValueError, match="^routing_method_type: got 10; allowed: "):
+        fused_moe.trtllm_bf16_moe(
+            torch.randn(len(x), E), None, x, w1, w2, E, K, None, None, M, 0, E, None, RoutingMethodType.Unspecified
+        )
+
+
 @pytest.mark.parametrize(
     "name, change",
     [("min_latency_mode", True), ("use_wfp4afp8_humming", True), ("cluster_size", 2), ("clamped_relu2_limit", 1.0),
      ("situ_beta", 1.0), ("backend", "cute-dsl"), ("tp_rank", 1), ("ep_rank", 1), ("quant_scales", [torch.ones(1)]),
-     ("use_w4_group_scaling", True), ("input_sf", torch.ones(1)), ("output_dtype", torch.int8)],
+     ("use_w4_group_scaling", True), ("input_sf", torch.ones(1)), ("output_dtype", torch.int8),
+     ("token_selected_experts", torch.zeros(4, 0).int()), ("token_selected_experts", torch.zeros(4, 33).int())],
 )  # fmt: skip
 def test_bad_input_of_cutlass(name, change):
     (x, w1, w2), _ = bf16_layer("cpu")

@@ -69,6 +69,7 @@ def test_scratch_and_refusals():
     call |= {"expert_scales_down": s2, "top_k": K}
     for wrong in (
         {"activations_in": x.half()}, {"router_logits": torch.randn(TOKENS, E + 1)},
+        {"router_logits": torch.randn(TOKENS, E).double()},
         {"expert_weights_up": w1[:, :128]}, {"expert_scales_up": s1[:, :1]}, {"expert_weights_down": w2.mT},
         {"expert_scales_down": s2.double()}, {"top_k": 0}, {"scoring_func": "relu"}, {"out": x[:, :8]},
         {"scratchpad": torch.zeros(16)},
