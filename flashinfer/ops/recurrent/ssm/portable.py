@@ -261,9 +261,9 @@ _SIZES = (
 )  # fmt: skip
 
 
-def _build(problem, config):
-    scaled, each_scaled = problem.state_dtype in LARGEST, problem.each_dtype in LARGEST
-    kinds = {
+def shared_kinds(problem) -> dict[str, str]:
+    """Dtypes of tokens, of a layer's parameters and of its states, by the names of kernels."""
+    return {
         "given.x": problem.dtype,
         "given.dt": problem.dt_dtype,
         "given.B": problem.dtype,
@@ -275,7 +275,13 @@ def _build(problem, config):
         "layer.D": problem.d_dtype,
         "layer.bias": problem.bias_dtype,
         "pool.state": problem.state_dtype,
-        "pool.scale": "fp32" if scaled else "",
+        "pool.scale": "fp32" if problem.state_dtype in LARGEST else "",
+    }
+
+
+def _build(problem, config):
+    each_scaled = problem.each_dtype in LARGEST
+    kinds = shared_kinds(problem) | {
         "pool.each": problem.each_dtype if problem.each == "buffer" else "",
         "pool.each_scale": "fp32" if problem.each == "buffer" and each_scaled else "",
         "pool.read": problem.index if problem.read else "",

@@ -21,7 +21,7 @@ from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.states import load_state
 from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
-from flashinfer.ops.recurrent.ssm.portable import put_state, tokens_of, zero_tokens
+from flashinfer.ops.recurrent.ssm.portable import put_state, shared_kinds, tokens_of, zero_tokens
 
 
 @triton.jit
@@ -122,19 +122,7 @@ _SIZES = ("sequences", "tokens", "repeat", "slots", "pad", "length", "most")
 
 
 def _build(problem, config):
-    kinds = {
-        "given.x": problem.dtype,
-        "given.dt": problem.dt_dtype,
-        "given.B": problem.dtype,
-        "given.C": problem.dtype,
-        "given.z": problem.dtype if problem.gated else "",
-        "given.out": problem.dtype,
-        "given.offsets": problem.index if problem.packed else "",
-        "layer.A": problem.a_dtype,
-        "layer.D": problem.d_dtype,
-        "layer.bias": problem.bias_dtype,
-        "pool.state": problem.state_dtype,
-        "pool.scale": "fp32" if problem.state_dtype in LARGEST else "",
+    kinds = shared_kinds(problem) | {
         "ring.x": problem.dtype,
         "ring.b": problem.dtype,
         "ring.dt": "fp32",
