@@ -7,7 +7,15 @@ from typing import Literal
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_apart, check_values, dtype_name, present, require, same_device
+from flashinfer._core.checks import (
+    check_apart,
+    check_both,
+    check_values,
+    dtype_name,
+    present,
+    require,
+    same_device,
+)
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import delta as room
@@ -102,12 +110,7 @@ def gated_delta_rule_replayssm_commit(
     require_dtype("rawv_cache", rawv_cache, INPUTS)
     require_dtype("rawk_cache", rawk_cache, (rawv_cache.dtype,))
     require(null_block_id >= -1, "null_block_id", null_block_id, "at least -1")
-    require(
-        (track_state_indices is None) == (track_steps is None),
-        "track_steps",
-        "None" if track_steps is None else "a tensor",
-        "given if and only if track_state_indices is",
-    )
+    check_both("track_steps", track_steps, "track_state_indices", track_state_indices)
     tables = {
         "state_indices": state_indices,
         "accept_lens": accept_lens,
@@ -124,8 +127,7 @@ def gated_delta_rule_replayssm_commit(
         if tables[name] is not None:
             check_values(name, tables[name].clamp(min=null_block_id), null_block_id, slots - 1)
     require_shape("accept_path", accept_path, batch, tokens)
-    for name, x in (tables | {"accept_path": accept_path}).items():
-        require_dtype(name, x, INDICES)
+    require_dtype("accept_path", accept_path, INDICES)
     device = same_device(checkpoint_state=checkpoint_state, **windows, **tables, accept_path=accept_path)
     if checkpoint_state.numel():
         state = checkpoint_state[0, 0, 0]

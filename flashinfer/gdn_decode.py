@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import present, require
+from flashinfer._core.checks import check_both, present, require
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
@@ -124,12 +124,7 @@ def gated_delta_rule_decode_pretranspose(
     pooled = initial_state is not None
     states = present("state", initial_state if pooled else state, "a tensor where initial_state is None")
     require(not (pooled and state is not None), "state", "a tensor", "None where initial_state is given")
-    require(
-        pooled == (initial_state_indices is not None),
-        "initial_state_indices",
-        "None" if initial_state_indices is None else "a tensor",
-        "given if and only if initial_state is",
-    )
+    check_both("initial_state_indices", initial_state_indices, "initial_state", initial_state)
     require(pooled or output_state_indices is None, "output_state_indices", "a tensor", "None without initial_state")
     require(
         tokens > 1 or intermediate_states_buffer is None, "intermediate_states_buffer", "a tensor", "None for T = 1"

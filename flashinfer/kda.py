@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import NoPlan, require
+from flashinfer._core.checks import NoPlan, check_both, require
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INDICES,
@@ -191,24 +191,14 @@ def recurrent_kda(
         "normalize": use_qk_l2norm_in_kernel,
         "backend": variant_for(backend, *BACKENDS),
     }
-    require(
-        (initial_state_source is None) == (initial_state_indices is None),
-        "initial_state_indices",
-        "None" if initial_state_indices is None else "a tensor",
-        "given if and only if initial_state_source is",
-    )
+    check_both("initial_state_indices", initial_state_indices, "initial_state_source", initial_state_source)
     has_drafts = disable_state_update or num_spec_tokens is not None
     require(parents is None or has_drafts, "parents", "a tensor", "None if there are no drafts")
     if parents is not None:
         require_shape("parents", parents, None, None)
         require_tree(parents, tokens.sequences, parents.shape[1] if cu_seqlens is not None else count)
     caches = correction_cache, kg_cache
-    require(
-        (correction_cache is None) == (kg_cache is None),
-        "kg_cache",
-        "None" if kg_cache is None else "a tensor",
-        "given if and only if correction_cache is",
-    )
+    check_both("kg_cache", kg_cache, "correction_cache", correction_cache)
     require(disable_state_update or kg_cache is None, "kg_cache", "a tensor", "None without disable_state_update")
     source = initial_state_source, initial_state_indices
     on_the_way = state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, checkpoint_state_indices

@@ -4,6 +4,7 @@ from typing import Any, Literal, overload
 
 import torch
 from flashinfer._core.literals import LseBase, PosEncodingMode
+from flashinfer.ops.attention.sparse import convert_bsr_mask_layout
 from flashinfer.ops.attention.sparse_wrapper import BlockSparseWrapper
 
 __all__ = ['BlockSparseAttentionWrapper', 'VariableBlockSparseAttentionWrapper', 'convert_bsr_mask_layout']

@@ -76,6 +76,12 @@ def present(argument: str, value: _T | None, allowed: str = "a tensor") -> _T:
     return value
 
 
+def check_both(argument: str, value, other: str, value_of_other) -> None:
+    """Refuse one of two arguments without the other."""
+    both = (value is None) == (value_of_other is None)
+    require(both, argument, "None" if value is None else "a tensor", f"given if and only if {other} is")
+
+
 def renamed(error: ValueError, names: dict[str, str]) -> ValueError:
     """The error of an argument that the caller has another name for: `names` from ours to the caller's."""
     text = str(error)

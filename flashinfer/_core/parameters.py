@@ -48,7 +48,7 @@ class Layout:
         Arguments that are tensor maps: dtype and block of the type, and Triton's metadata of the map, if any.
     """
 
-    def __init__(self, name: str, build: Build, kernel: dict):
+    def __init__(self, name: str, build, kernel: dict):
         self.pointers = tuple(i for i, kind in enumerate(build.types.values()) if kind.startswith("*"))
         self.maps = {}
         wanted, first = [], []

@@ -44,6 +44,8 @@ def _stub(tree: ast.Module, command: str) -> str:
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     body = [line for node in tree.body for line in _lines(node, functions)]
     used = {n.id for line in body for n in ast.walk(ast.parse(line)) if isinstance(n, ast.Name)}
+    listed = next((line.removeprefix("__all__ = ") for line in body if line.startswith("__all__ = ")), "[]")
+    used |= set(ast.literal_eval(listed))
     imports = []
     for node in tree.body:
         if not isinstance(node, (ast.Import, ast.ImportFrom)):

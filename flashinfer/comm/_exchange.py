@@ -9,7 +9,7 @@ import torch
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._workspaces import own_device
-from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
+from flashinfer.comm.comm_backend import CommBackend, ranks_named
 from flashinfer.comm.mapping import Mapping
 from flashinfer.ops.comm import alltoall as room
 from flashinfer.ops.comm.alltoall import config
@@ -158,12 +158,7 @@ def combine_in(space: Space, payload, tokens: int, most: int, at: int, in_place:
 
 
 def ranks_of_experts(backend: CommBackend | None, ep_rank: int, ep_size: int) -> Ranks:
-    if backend is None and ep_size > 1:
-        backend = TorchDistBackend()
-    ranks = Ranks(backend=backend)
-    require(ranks.size == ep_size, "ep_size", ep_size, f"{ranks.size}, the size of the group")
-    require(ranks.rank == ep_rank, "ep_rank", ep_rank, f"{ranks.rank}, the rank in the group")
-    return ranks
+    return ranks_named(backend, ep_size, ep_rank, "ep_size", "ep_rank")
 
 
 def check_mapping(mapping: Mapping, ep_rank: int, ep_size: int) -> None:

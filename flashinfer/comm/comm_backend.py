@@ -225,3 +225,13 @@ class TorchDistBackend(CommBackend):
         return TorchDistBackend(
             self._ranks.bounded(lambda: dist.new_group(members, use_local_synchronization=True), named)
         )
+
+
+def ranks_named(backend: CommBackend | None, size: int, rank: int, size_name: str, rank_name: str) -> Ranks:
+    """The ranks of a backend, by default of the default group, which are as many as the caller's arguments say."""
+    if backend is None and size > 1:
+        backend = TorchDistBackend()
+    ranks = Ranks(backend=backend)
+    require(ranks.size == size, size_name, size, f"{ranks.size}, the size of the group")
+    require(ranks.rank == rank, rank_name, rank, f"{ranks.rank}, the rank in the group")
+    return ranks

@@ -9,7 +9,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
 from flashinfer.comm._workspaces import own_device
-from flashinfer.comm.comm_backend import TorchDistBackend
+from flashinfer.comm.comm_backend import TorchDistBackend, ranks_named
 from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.mnnvl import MnnvlConfig
 from flashinfer.ops.comm import alltoall as room
@@ -52,9 +52,7 @@ def decode_cp_a2a_allocate_mnnvl_workspace(
         backend = TorchDistBackend()
     if backend is not None and backend.Get_size() != mapping.cp_size:
         backend = backend.Split(mapping.pp_rank * mapping.tp_size + mapping.tp_rank, mapping.cp_rank)
-    ranks = Ranks(backend=backend)
-    require(ranks.size == mapping.cp_size, "mapping.cp_size", mapping.cp_size, f"{ranks.size}, the size of the group")
-    require(ranks.rank == mapping.cp_rank, "mapping.cp_rank", mapping.cp_rank, f"{ranks.rank}, the rank in the group")
+    ranks = ranks_named(backend, mapping.cp_size, mapping.cp_rank, "mapping.cp_size", "mapping.cp_rank")
     return adopt(blocks_link(ranks, own_device()))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
+from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend, ranks_named
 from flashinfer.comm.mapping import Mapping
 from flashinfer.ops.comm.hardware import allocation_granularity, allocation_prop, device_attribute, nvlinks
 from flashinfer.ops.comm.meeting import Ranks
@@ -131,11 +131,7 @@ class McastGPUBuffer:
         comm_backend_for_handle_transfer: CommBackend | None = None,
     ):
         backend = comm_backend_for_handle_transfer
-        if backend is None and group_size > 1:
-            backend = TorchDistBackend()
-        ranks = Ranks(backend=backend)
-        require(ranks.size == group_size, "group_size", group_size, f"{ranks.size}, the size of the group")
-        require(ranks.rank == group_rank, "group_rank", group_rank, f"{ranks.rank}, the rank in the group")
+        ranks = ranks_named(backend, group_size, group_rank, "group_size", "group_rank")
         device = torch.device(device)
         require(device.type == "cuda" or group_size == 1, "device", device, "a CUDA device")
         self.buf_size, self.group_size, self.group_rank, self.device = buf_size, group_size, group_rank, device

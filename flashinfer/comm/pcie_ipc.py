@@ -395,8 +395,10 @@ class PcieIpcAllReduceWorkspace:
 
     def destroy(self) -> None:
         """Free the memory; once is enough. A collective call."""
-        self._reduce.destroy()
-        self._blocks.close()
+        try:
+            self._reduce.destroy()
+        finally:
+            self._blocks.close()
 
     def __enter__(self) -> PcieIpcAllReduceWorkspace:
         return self

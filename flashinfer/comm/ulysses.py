@@ -116,9 +116,9 @@ class UlyssesCommunicator:
 
     def check(self) -> None:
         """Raise what went wrong in a call of this rank: it waits for its kernels, which end by the deadline."""
-        self._opened().settle()
-        if self._link is not None:
-            self._link.check()
+        link = self._opened()
+        link.settle()
+        link.check()
 
     def close(self) -> None:
         """Free what the object holds; once is enough. Peers must be done."""

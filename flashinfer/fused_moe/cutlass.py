@@ -195,14 +195,7 @@ def cutlass_fused_moe(
     dtype = as_dtype(output_dtype, None, "output_dtype")
     require(dtype in _PLAIN, "output_dtype", dtype, "bfloat16, float16, float32")
     count, device = len(fc1_expert_weights), input.device
-    ids, weights = token_selected_experts, token_final_scales
-    require(ids.dtype in (torch.int32, torch.int64), "token_selected_experts", ids.dtype, "int32, int64")
-    given = torch.ones(ids.shape, dtype=torch.float32, device=device) if weights is None else weights
-    weights = given if given.dim() != 2 or given.stride(1) == 1 else given.contiguous()
-    allowed = (torch.float32, torch.bfloat16, torch.float16)
-    require(weights.dtype in allowed, "token_final_scales", weights.dtype, "float32, bfloat16, float16")
-    routed = experts.Routed(ids, weights, ep_rank * count, count, ids_name="token_selected_experts",
-                            weights_name="token_final_scales")  # fmt: skip
+    routed = _routed(token_selected_experts, token_final_scales, ep_rank * count, count, device)
 
     shape = {"swiglu_alpha": swiglu_alpha, "swiglu_beta": swiglu_beta, "swiglu_limit": swiglu_limit}
     act, _ = experts.activation_of("activation_type", activation_type, **shape)
@@ -223,6 +216,17 @@ def cutlass_fused_moe(
     tokens = tokens._replace(name="input")
     out = experts.result("output", output, len(input), second.codes.shape[1], dtype, device)
     return experts.run(tokens, routed, first, activation, between, second, out)
+
+
+def _routed(ids, weights, offset: int, count: int, device) -> experts.Routed:
+    """The routing as it is given; each expert has weight 1 where there are none."""
+    require(ids.dtype in (torch.int32, torch.int64), "token_selected_experts", ids.dtype, "int32, int64")
+    given = torch.ones(ids.shape, dtype=torch.float32, device=device) if weights is None else weights
+    weights = given if given.dim() != 2 or given.stride(1) == 1 else given.contiguous()
+    allowed = (torch.float32, torch.bfloat16, torch.float16)
+    require(weights.dtype in allowed, "token_final_scales", weights.dtype, "float32, bfloat16, float16")
+    return experts.Routed(ids, weights, offset, count, ids_name="token_selected_experts",
+                          weights_name="token_final_scales")  # fmt: skip
 
 
 def _activation(act: str, shape, situ, clamp, count: int, device) -> experts.Activation:
@@ -281,7 +285,6 @@ def _encoding(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tenso
     one = sum(map(bool, (deepseek, w4, mxfp8))) <= 1
     require(one, "use_w4_group_scaling", flags, "one of three: DeepSeek's, W4's, MXFP8's")
     for name, weights in zip(_NAMES, given):
-        require(weights.dim() == 3, name, tuple(weights.shape), "[experts, rows, columns]")
         require(weights.dtype == dtype, name, weights.dtype, f"{dtype}, as {_NAMES[0]}")
     if dtype in _PLAIN:
         require(x.dtype == dtype, "input", x.dtype, f"{dtype}, as the weights")

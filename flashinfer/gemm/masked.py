@@ -9,8 +9,6 @@ from flashinfer._core.checks import require
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
-from flashinfer.ops import layouts
-from flashinfer.ops.formats import FACTOR_DTYPES
 
 _CODES = {
     "float4_e2m1fn": (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8)),
@@ -161,14 +159,10 @@ def _codes(name: str, x: torch.Tensor, encoding: str) -> torch.Tensor:
 
 def _factors(name: str, scale: torch.Tensor, rows: int, blocks: int, experts: int) -> torch.Tensor:
     """Factors of each expert in 128x4 tiles, uint8 [experts, bytes]."""
-    high, wide = layouts.padded(rows, blocks, "128x4")
-    require(scale.dtype in FACTOR_DTYPES, name, f"factors of {scale.dtype}", "uint8, float8_e4m3fn, float8_e8m0fnu")
     if scale.dim() == 6:
+        # As convert_sf_to_mma_layout sees them.
         scale = scale.permute(5, 2, 4, 0, 1, 3)
-    allowed = f"{high} x {wide} for each of {experts} experts, contiguous or in convert_sf_to_mma_layout's view"
-    fits = scale.numel() == experts * high * wide and scale.is_contiguous()
-    require(fits, name, f"factors {tuple(scale.shape)}, strides {scale.stride()}", allowed)
-    return scale.view(torch.uint8).view(experts, high * wide)
+    return given.factors(f"{name}[1]", scale, rows, blocks, "128x4", experts)
 
 
 def _result(out: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import check_indptr, require
+from flashinfer._core.checks import check_both, check_indptr, require
 from flashinfer.mamba._operands import check_tensor
 from flashinfer.ops.recurrent import ssd as room
 
@@ -51,8 +51,7 @@ def check_sequences(tables: dict, x, initial_states, num_seqs, update: bool) -> 
     for name in ("chunk_indices", "chunk_offsets", "seq_chunk_cumsum"):
         require(tables[name] is None or seq_idx is not None, name, "a tensor", "None without seq_idx")
     segments = tables["chunk_indices"], tables["chunk_offsets"]
-    require((segments[0] is None) == (segments[1] is None), "chunk_offsets",
-            "None" if segments[1] is None else "a tensor", "given if and only if chunk_indices is")  # fmt: skip
+    check_both("chunk_offsets", segments[1], "chunk_indices", segments[0])
     for name, value in zip(("chunk_indices", "chunk_offsets"), segments):
         check_tensor(name, value, segments[0].shape[:1] if value is not None else (), (torch.int32,))
     for name in ("cu_seqlens", "state_indices", "seq_chunk_cumsum"):

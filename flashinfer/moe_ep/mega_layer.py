@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -305,8 +306,10 @@ class MoEEpMegaLayer(torch.nn.Module):
     def destroy(self) -> None:
         """Free the memory; once is enough. On every rank, after the calls and graphs that use it."""
         self._destroyed, self._staged, self._workspace = True, None, None
-        while self._workspaces:
-            self._workspaces.pop().destroy()
+        # All of them, whatever one of them raises.
+        with ExitStack() as each:
+            while self._workspaces:
+                each.callback(self._workspaces.pop().destroy)
 
     def _run(self, space: MoEEpMegaWorkspace, inputs: _Inputs, output: torch.Tensor | None) -> torch.Tensor:
         rows, scale, ids, weights, most = inputs

@@ -2,12 +2,14 @@
 
 import ast
 import inspect
+from pathlib import Path
 
 import pytest
 
 import flashinfer
 from flashinfer.cli.stubs import stubs
 
+PACKAGE = Path(flashinfer.__file__).parent
 SOURCE = '''
 from functools import partial
 import os
@@ -81,3 +83,19 @@ def test_a_stub_has_the_parameters_of_its_function(module, name):
     for node in found:
         names = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
         assert names == list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("*.pyi")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_stub_has_the_names_that_it_lists(stub):
+    """As type checkers read it: they take a listed name from nowhere else."""
+    listed, had = [], set()
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            had |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            had.add(node.name)
+        else:
+            had |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = ast.literal_eval(node.value)
+    assert set(listed) <= had

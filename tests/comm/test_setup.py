@@ -92,6 +92,21 @@ def test_a_group_of_torch(group):
     assert comm.all_ranks_agree(backend, 1) and not comm.all_ranks_agree(backend, 0)
 
 
+def test_memory_is_freed_by_a_destroy_that_raises(group, monkeypatch):
+    """What went wrong in an all-reduce does not keep the memory of the other collectives."""
+    ws, freed = comm.PcieIpcAllReduceWorkspace(group, 64), []
+
+    def late():
+        raise TimeoutError("all-reduce: rank 1")
+
+    monkeypatch.setattr(ws._reduce.link, "settle", late)
+    monkeypatch.setattr(ws._blocks, "close", lambda: freed.append("blocks"))
+    monkeypatch.setattr(ws._reduce.link, "close", lambda: freed.append("reduce"))
+    with pytest.raises(TimeoutError, match="rank 1"):
+        ws.destroy()
+    assert sorted(freed) == ["blocks", "reduce"]
+
+
 def test_without_torch_distributed():
     with pytest.raises(RuntimeError, match="init_process_group"):
         comm.TorchDistBackend()

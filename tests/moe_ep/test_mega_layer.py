@@ -146,6 +146,19 @@ def test_workspaces(device):
             call()
 
 
+def test_memory_is_freed_by_a_destroy_that_raises(device, monkeypatch):
+    layer, _, _ = given("bf16", device)
+    several = [layer.create_workspace(most) for most in (2, 3, 4)]
+
+    def late():
+        raise TimeoutError("dispatch: rank 1")
+
+    monkeypatch.setattr(several[1].ep.alltoall._space.link, "settle", late)
+    with pytest.raises(TimeoutError, match="rank 1"):
+        layer.destroy()
+    assert all(workspace.is_destroyed for workspace in several)
+
+
 def test_layers_take_turns(device):
     """Layers of the same sizes have one memory: what one has staged is not the other's."""
     one, _, (x, ids, weights) = given("bf16", device)

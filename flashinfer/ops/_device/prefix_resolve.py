@@ -31,7 +31,6 @@ from flashinfer.ops._device.prefix import (
     LOWEST,
     BEYOND,
     value_of,
-    first_key,
     weight_of,
     fixed_point_scale,
     small_row_scale,

@@ -123,9 +123,9 @@ def store_of(group):
         return None
 
 
-def late(operation: str, rank: int, seconds: float, other: str, where: str = "") -> str:
+def late(operation: str, rank: int, seconds: float, other: str) -> str:
     """The message of a TimeoutError."""
-    return f"{operation}: rank {rank} waited {seconds:g} s for {other}{where}. Every rank has to make the same call"
+    return f"{operation}: rank {rank} waited {seconds:g} s for {other}. Every rank has to make the same call"
 
 
 class Ranks:

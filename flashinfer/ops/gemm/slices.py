@@ -23,8 +23,8 @@ _row_of: dict[tuple[int, int], torch.Tensor] = {}
 
 
 @lru_cache(maxsize=4096)
-def slices_of(tiles: int, steps: int, sms: int, end: float, least: int = 1, most: int = 16) -> int:
-    """The number of K slices, each of at least `least` steps, with the shortest time of the whole grid.
+def slices_of(tiles: int, steps: int, sms: int, end: float) -> int:
+    """The number of K slices, up to 16, with the shortest time of the whole grid.
 
     end : the cost of a slice's epilogue in steps: storing its sums, and adding those of the others.
     """
@@ -33,7 +33,7 @@ def slices_of(tiles: int, steps: int, sms: int, end: float, least: int = 1, most
         waves = -(-tiles * slices // sms)
         return waves * (steps / slices + (end if slices > 1 else 0))
 
-    return min(range(1, max(min(steps // least, most), 1) + 1), key=time)
+    return min(range(1, max(min(steps, 16), 1) + 1), key=time)
 
 
 def scratch(device: torch.device, floats: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,6 +52,11 @@ def table_strides(x: torch.Tensor | None) -> tuple[int, int]:
     return x.stride(0), x.stride(1) if x.dim() == 2 else 0
 
 
+def arguments(tensors, places) -> list:
+    """The tensors that are there, fp8 as bytes, then the strides of each place, flat."""
+    return [*(raw(x) for x in tensors if x is not None), *(number for place in places for number in place)]
+
+
 def raw(x: torch.Tensor | None) -> torch.Tensor | None:
     """x, with fp8 viewed as bytes."""
     return x.view(torch.uint8) if x is not None and x.element_size() == 1 and x.is_floating_point() else x

@@ -22,6 +22,14 @@ def whole_rows(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
+def spans(offsets: torch.Tensor | None, rows: int, length: int) -> list[tuple[int, int, int]]:
+    """Row, first token and end of each sequence: a row each, or with offsets all in row 0."""
+    if offsets is None:
+        return [(row, 0, length) for row in range(rows)]
+    ends = offsets.tolist()
+    return [(0, begin, end) for begin, end in zip(ends, ends[1:])]
+
+
 def state_layout(*states: torch.Tensor | None) -> str:
     """The dimension of states [.., V, K] that is contiguous in all of them: "k", "v", or "" for neither."""
     given = [x for x in states if x is not None]

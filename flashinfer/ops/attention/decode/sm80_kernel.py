@@ -135,6 +135,64 @@ def _finish(
 
 
 @gluon.jit
+def _store_tile(
+    acc, odd, top, total, out, lse, partial, work, heads, slot, first_slot, splits, tile_row, q_row, q_len, kv_head,
+    num_kv_heads, out_by, numbers, dims, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, WARPS_N: gl.constexpr,
+    FP8: gl.constexpr, LSE: gl.constexpr, SOFTMAX: gl.constexpr,
+):  # fmt: skip
+    """Merge the warps along keys through shared memory, with one barrier, and store the tile's rows. The last split of
+    a tile combines them all.
+
+    Tiles of 16 rows are merged in two halves; the second is skipped if it has no rows, as in a decode step with 8 heads
+    in a group.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = 32 if dims.D_VO_PAD >= 128 else dims.D_VO_PAD // 4
+    MERGE: gl.constexpr = gl.BlockedLayout([WARPS_N, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
+    HALVES: gl.constexpr = 2 if BLOCK_M == 16 else 1
+    AT_ONCE: gl.constexpr = BLOCK_M // HALVES
+    UNITS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    ONES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    parts = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE, dims.D_VO_PAD], UNITS)
+    tops = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
+    totals = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
+    row_count = gl.minimum(q_len * GROUP - tile_row, BLOCK_M)
+    if FP8:
+        acc = gl.join(acc, odd).reshape([WARPS_N, BLOCK_M, dims.D_VO_PAD])
+    if HALVES == 2:
+        acc, lower_acc = acc.reshape([WARPS_N, 2, 8, dims.D_VO_PAD]).permute([0, 2, 3, 1]).split()
+        top, lower_top = top.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
+        total, lower_total = total.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
+        if row_count > 8:
+            parts.index(1).store(lower_acc)
+            tops.index(1).store(lower_top)
+            totals.index(1).store(lower_total)
+    parts.index(0).store(acc)
+    tops.index(0).store(top)
+    totals.index(0).store(total)
+    for half in range(gl.cdiv(row_count, AT_ONCE)):
+        _finish(
+            parts.index(half).load(MERGE), tops.index(half).load(gl.SliceLayout(2, MERGE)),
+            totals.index(half).load(gl.SliceLayout(2, MERGE)), half * AT_ONCE, out, lse, partial, heads, slot, tile_row,
+            q_row, q_len, kv_head, num_kv_heads, out_by, numbers, GROUP, dims.D_VO, BLOCK_M, LSE, SOFTMAX, MERGE,
+        )  # fmt: skip
+    if partial.SPLIT:
+        if slot >= 0:
+            ABREAST: gl.constexpr = WARPS if WARPS < partial.ROWS else partial.ROWS
+            COMBINE: gl.constexpr = gl.BlockedLayout(
+                [1, 1, 4], [1, 32 // LANES, LANES], [WARPS // ABREAST, ABREAST, 1], [2, 1, 0]
+            )
+            combine_if_last(
+                work.arrivals, partial.out, partial.lse, out, lse, heads.sinks, slot, first_slot, splits,
+                gl.arange(0, partial.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COMBINE)))[None, :],
+                gl.arange(0, partial.SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
+                gl.arange(0, dims.D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],
+                tile_row, q_row, q_len, kv_head, num_kv_heads, out_by.token, out_by.head, partial.MANY, GROUP,
+                dims.D_VO, BLOCK_M, heads.SINKS, LSE, SOFTMAX,
+            )  # fmt: skip
+
+
+@gluon.jit
 def _keys_of_tile(
     kv_begin, kv_end, kv_len, q_len, tile_row, window_left, mask, OWN_MASK: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_M: gl.constexpr, STEP: gl.constexpr,
@@ -342,48 +400,7 @@ def attend_sm80_kernel(
         full = gl.where(full == STAGES - 1, 0, full + 1)
     cp_async_wait(0)
 
-    # Merge the warps along keys through shared memory, with one barrier. Tiles of 16 rows are merged in two halves; the
-    # second is skipped if it has no rows, as in a decode step with 8 heads in a group.
-    LANES: gl.constexpr = 32 if dims.D_VO_PAD >= 128 else dims.D_VO_PAD // 4
-    MERGE: gl.constexpr = gl.BlockedLayout([WARPS_N, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
-    HALVES: gl.constexpr = 2 if BLOCK_M == 16 else 1
-    AT_ONCE: gl.constexpr = BLOCK_M // HALVES
-    UNITS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
-    ONES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    parts = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE, dims.D_VO_PAD], UNITS)
-    tops = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
-    totals = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
-    row_count = gl.minimum(q_len * GROUP - tile_row, BLOCK_M)
-    if FP8:
-        acc = gl.join(acc, odd).reshape([WARPS_N, BLOCK_M, dims.D_VO_PAD])
-    if HALVES == 2:
-        acc, lower_acc = acc.reshape([WARPS_N, 2, 8, dims.D_VO_PAD]).permute([0, 2, 3, 1]).split()
-        top, lower_top = top.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
-        total, lower_total = total.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
-        if row_count > 8:
-            parts.index(1).store(lower_acc)
-            tops.index(1).store(lower_top)
-            totals.index(1).store(lower_total)
-    parts.index(0).store(acc)
-    tops.index(0).store(top)
-    totals.index(0).store(total)
-    for half in range(gl.cdiv(row_count, AT_ONCE)):
-        _finish(
-            parts.index(half).load(MERGE), tops.index(half).load(gl.SliceLayout(2, MERGE)),
-            totals.index(half).load(gl.SliceLayout(2, MERGE)), half * AT_ONCE, out, lse, partial, heads, slot, tile_row,
-            q_row, q_len, kv_head, num_kv_heads, out_by, numbers, GROUP, dims.D_VO, BLOCK_M, LSE, SOFTMAX, MERGE,
-        )  # fmt: skip
-    if partial.SPLIT:
-        if slot >= 0:
-            ABREAST: gl.constexpr = WARPS if WARPS < partial.ROWS else partial.ROWS
-            COMBINE: gl.constexpr = gl.BlockedLayout(
-                [1, 1, 4], [1, 32 // LANES, LANES], [WARPS // ABREAST, ABREAST, 1], [2, 1, 0]
-            )
-            combine_if_last(
-                work.arrivals, partial.out, partial.lse, out, lse, heads.sinks, slot, first_slot, splits,
-                gl.arange(0, partial.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COMBINE)))[None, :],
-                gl.arange(0, partial.SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
-                gl.arange(0, dims.D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],
-                tile_row, q_row, q_len, kv_head, num_kv_heads, out_by.token, out_by.head, partial.MANY, GROUP,
-                dims.D_VO, BLOCK_M, heads.SINKS, LSE, SOFTMAX,
-            )  # fmt: skip
+    _store_tile(
+        acc, odd, top, total, out, lse, partial, work, heads, slot, first_slot, splits, tile_row, q_row, q_len, kv_head,
+        num_kv_heads, out_by, numbers, dims, GROUP, BLOCK_M, WARPS_N, FP8, LSE, SOFTMAX,
+    )  # fmt: skip

@@ -14,7 +14,6 @@ Method: the lightning indexer of DeepSeek-V3.2, 2025.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 

@@ -43,6 +43,17 @@ def place_of(p, offsets, of, stride):
 
 
 @triton.jit
+def chunk_of(p, offsets, of, stride):
+    """Sequence and chunk of place p: each row has of.chunks places, and packed sequences those of `place_of`."""
+    if offsets is None:
+        n = p // of.chunks
+        chunk = p % of.chunks
+    else:
+        n, chunk = place_of(p, offsets, of, stride)
+    return n, chunk
+
+
+@triton.jit
 def slot_of(read, accepted, n, read_by, of):
     """The slot of sequence n's initial state: n, or the table's entry. With `accepted` the column is accepted[n] -
     1."""

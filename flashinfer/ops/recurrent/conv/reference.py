@@ -6,17 +6,15 @@ import torch
 from torch.nn import functional
 
 from flashinfer._core.implementation import Implementation
+from flashinfer.ops.recurrent.layouts import spans
 
 
 def run(problem, config, call) -> None:
     width, out = problem.width, call.out
-    rows = range(call.sequences)
-    bounds = [(i, 0, call.x.shape[1]) for i in rows]
+    bounds = spans(call.offsets, *call.x.shape[:2])
     if call.offsets is not None:
-        offsets = call.offsets.tolist()
-        bounds = [(0, begin, end) for begin, end in zip(offsets, offsets[1:])]
         out.zero_()
-    slots = list(rows) if call.slots is None else call.slots.tolist()
+    slots = range(len(bounds)) if call.slots is None else call.slots.tolist()
     accepted = [1] * len(bounds) if call.accepted is None else call.accepted.tolist()
     fresh = [True] * len(bounds) if call.fresh is None else call.fresh.tolist()
     # [channels, 1, width]

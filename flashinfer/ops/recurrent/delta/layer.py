@@ -17,7 +17,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types
+from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types
 
 
 @triton.jit
@@ -163,11 +163,11 @@ def run(problem, config, tokens, gates, states, out, scale, norm):
     heads, dim = out.shape[1:]
     given = [tokens.x, tokens.weight, states.conv, tokens.gate, tokens.beta, gates.a_log, gates.bias, states.state]
     given += [states.slots, norm.gate, norm.weight, out]
-    places = (*tokens.x.stride(), *tokens.weight.stride(), *states.conv.stride(), *tokens.gate.stride()[:2])
-    places += (*tokens.beta.stride(), *states.state.stride(), *norm.gate.stride()[:2], *out.stride()[:2])
+    places = [tokens.x.stride(), tokens.weight.stride(), states.conv.stride(), tokens.gate.stride()[:2]]
+    places += [tokens.beta.stride(), states.state.stride(), norm.gate.stride()[:2], out.stride()[:2]]
     numbers = scale, norm.eps, gates.lower, gates.sharp, gates.threshold
-    present = [raw(x) for x in given if x is not None]
-    launch_layer(problem, config, (len(out), heads, 1), *present, *places, heads, dim, states.null, *numbers)
+    sizes = heads, dim, states.null
+    launch_layer(problem, config, (len(out), heads, 1), *arguments(given, places), *sizes, *numbers)
 
 
 IMPLEMENTATION = Implementation(run, (launch_layer,))

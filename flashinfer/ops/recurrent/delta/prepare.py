@@ -17,7 +17,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid
 from flashinfer.ops.recurrent._device.products import operand
-from flashinfer.ops.recurrent._device.sequences import place_of, span_of
+from flashinfer.ops.recurrent._device.sequences import chunk_of, span_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, common, workspace
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
@@ -287,11 +287,7 @@ def prepare_kernel(
     for tile in range(tl.program_id(0), of.tiles, tl.num_programs(0)):
         p = tile // of.heads
         head = tile % of.heads
-        if offsets is None:
-            n = p // of.chunks
-            chunk = p % of.chunks
-        else:
-            n, chunk = place_of(p, offsets, of, STRIDE)
+        n, chunk = chunk_of(p, offsets, of, STRIDE)
         origin, first, length = span_of(offsets, n, of)
         if (chunk >= 0) & (chunk * STRIDE < length):
             first += chunk * STRIDE

@@ -8,6 +8,7 @@ from torch.nn import functional
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops.narrow import to_fp8
 from flashinfer.ops.recurrent.delta import CHUNK, Chunks, Commit, Step
+from flashinfer.ops.recurrent.layouts import spans
 
 EPS = 1e-6
 
@@ -201,10 +202,8 @@ BLOCK = 16
 def chunks(problem: Chunks, tokens, gates, pool, out, scale, marks=None, write=None, segment=0) -> None:
     """The WY form, one sequence and one chunk of 64 padded tokens at a time: bits depend on nothing else."""
     heads = tokens.heads
-    bounds = [(i, 0, tokens.k.shape[1]) for i in range(tokens.k.shape[0])]
+    bounds = spans(tokens.offsets, *tokens.k.shape[:2])
     if tokens.offsets is not None:
-        offsets = tokens.offsets.tolist()
-        bounds = [(0, begin, end) for begin, end in zip(offsets, offsets[1:])]
         out.zero_()
     log = None if tokens.gate is None else log_decay(problem, tokens.gate, gates).clamp(min=LEAST)
     slots = first_slots(pool, len(bounds), out.device).tolist()

@@ -28,7 +28,7 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid
-from flashinfer.ops.recurrent._device.sequences import place_of, span_of
+from flashinfer.ops.recurrent._device.sequences import chunk_of, span_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, workspace
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
@@ -309,11 +309,7 @@ def prepare_heads_kernel(
     groups = of.heads // GROUP
     p = gl.program_id(0) // groups
     first_head = gl.program_id(0) % groups * GROUP
-    if offsets is None:
-        n = p // of.chunks
-        chunk = p % of.chunks
-    else:
-        n, chunk = place_of(p, offsets, of, STRIDE)
+    n, chunk = chunk_of(p, offsets, of, STRIDE)
     origin, first, length = span_of(offsets, n, of)
     if (chunk >= 0) & (chunk * STRIDE < length):
         first += chunk * STRIDE

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from flashinfer._core.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import at_least, log_decay
-from flashinfer.ops.recurrent._device.sequences import place_of, span_of
+from flashinfer.ops.recurrent._device.sequences import chunk_of, span_of
 from flashinfer.ops.recurrent.delta.sm90_prepare import (
     BLOCK,
     FLAT_2D,
@@ -132,11 +132,7 @@ def prepare_channels_kernel(
     BLOCKS: gl.constexpr = gl.SliceLayout(1, WIDE)
     p = gl.program_id(0) // of.heads
     head = gl.program_id(0) % of.heads
-    if offsets is None:
-        n = p // of.chunks
-        chunk = p % of.chunks
-    else:
-        n, chunk = place_of(p, offsets, of, STRIDE)
+    n, chunk = chunk_of(p, offsets, of, STRIDE)
     origin, first, length = span_of(offsets, n, of)
     if (chunk >= 0) & (chunk * STRIDE < length):
         first += chunk * STRIDE

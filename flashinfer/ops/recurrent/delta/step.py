@@ -21,7 +21,7 @@ from flashinfer.ops.recurrent._device.sequences import head_of, slot_of, span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state, tile_offsets
 from flashinfer.ops.recurrent.delta.config import with_many
 from flashinfer.ops.recurrent.delta.keep import keep_token
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides, table_strides
+from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides, table_strides
 
 
 @triton.jit
@@ -221,16 +221,34 @@ _SIZES = ("sequences", "tokens", "key_dim", "value_dim", "columns", "kept", "nul
 _SHARES = ("q", "k", "v", "gate", "beta", "rate", "bias")
 
 
-def _build(problem, config):
-    raw = problem.gate in ("softplus", "bounded")
-    kinds = {
+def input_kinds(problem) -> dict[str, str]:
+    """Dtypes of a token's inputs and of the gates' parameters, by the names of kernels."""
+    return {
         "tokens.q": problem.dtype,
         "tokens.k": problem.dtype,
         "tokens.v": problem.dtype,
         "tokens.gate": problem.gate_dtype,
         "tokens.beta": problem.beta_dtype,
-        "gates.a_log": "fp32" if raw else "",
+        "gates.a_log": "fp32" if problem.gate in ("softplus", "bounded") else "",
         "gates.bias": problem.bias_dtype,
+    }
+
+
+def kept_kinds(problem) -> dict[str, str]:
+    """Dtypes of what is kept of each token for a commit."""
+    replay = "fp32" if problem.keep == "replay" else ""
+    v = "fp32" if problem.keep == "corrections" else problem.kept_dtype if problem.keep else ""
+    return {"kept.v": v, "kept.k": problem.kept_dtype if problem.keep else "", "kept.gate": replay, "kept.beta": replay}
+
+
+def shares(tokens, gates) -> list[int]:
+    """Heads of the state for each head of q, k, v, gate, beta, a_log and bias; 1 for what is not there."""
+    of_tokens = [1 if x is None else tokens.heads // x.shape[2] for x in tokens[:5]]
+    return of_tokens + [1 if x is None else tokens.heads // x.shape[0] for x in (gates.a_log, gates.bias)]
+
+
+def _build(problem, config):
+    kinds = input_kinds(problem) | {
         "pool.source": problem.source_dtype,
         "pool.state": problem.state_dtype if problem.final or problem.each == "pool" else "",
         "pool.each": problem.state_dtype if problem.each == "buffer" else "",
@@ -241,10 +259,7 @@ def _build(problem, config):
         "slots.rows": problem.index if problem.each == "pool" else "",
         "slots.accepted": problem.index if problem.accepted else "",
         "offsets": problem.index if problem.packed else "",
-        "kept.v": ("fp32" if problem.keep == "corrections" else problem.kept_dtype) if problem.keep else "",
-        "kept.k": problem.kept_dtype if problem.keep else "",
-        "kept.gate": "fp32" if problem.keep == "replay" else "",
-        "kept.beta": "fp32" if problem.keep == "replay" else "",
+        **kept_kinds(problem),
         "norm.gate": problem.dtype if problem.norm else "",
         "norm.weight": "fp32" if problem.norm else "",
     }
@@ -295,21 +310,13 @@ _MANY = 128
 def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None):
     """Every sequence's tokens one after another from its state; see operands.py for what is read and written."""
     n, heads, (values, keys) = tokens.sequences, tokens.heads, (tokens.v.shape[3], tokens.k.shape[3])
-    group = [1 if x is None else heads // x.shape[2] for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta)]
-    group += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
+    group = shares(tokens, gates)
     columns = 1 if pool.read is None or pool.read.dim() == 1 else pool.read.shape[1]
     sizes = (n, tokens.k.shape[1], keys, values, columns, 0 if kept is None else kept.v.shape[2], pool.null, group[1])
-    present = [x for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta) if x is not None]
-    present += [x for x in (gates.a_log, gates.bias, pool.source) if x is not None]
-    if problem.final or problem.each == "pool":
-        present.append(pool.state)
-    present += [
-        x for x in (pool.each, out, pool.read, pool.write, pool.stop, pool.rows, pool.accepted) if x is not None
-    ]
-    present += [
-        x for x in (tokens.offsets, *(kept or ()), *((norm.gate, norm.weight) if norm else ())) if x is not None
-    ]
-    places = [strides(x, (0, 1, 2)) for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta, out)]
+    state = pool.state if problem.final or problem.each == "pool" else None
+    given = [*tokens[:5], gates.a_log, gates.bias, pool.source, state, pool.each, out, pool.read, pool.write, pool.stop]
+    given += [pool.rows, pool.accepted, tokens.offsets, *(kept or ()), *(norm[:2] if norm else ())]
+    places = [strides(x, (0, 1, 2)) for x in (*tokens[:5], out)]
     places += [strides(x, (0, 1, 2, 3)) for x in (pool.source, pool.state)]
     places += [strides(pool.each, (0, 1, 2))]
     places += [table_strides(x) for x in (pool.read, pool.rows)]
@@ -320,5 +327,4 @@ def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None)
     if many is not None and n * heads * triton.cdiv(values, config.rows) > _MANY * target_of(out.device).sms:
         config = many
     grid = (n + problem.packed, heads, triton.cdiv(values, config.rows))
-    flat = [x for place in places for x in place]
-    launch_step(problem, config, grid, *map(raw, present), *flat, *sizes, *(1 / g for g in group), *numbers)
+    launch_step(problem, config, grid, *arguments(given, places), *sizes, *(1 / g for g in group), *numbers)

@@ -22,7 +22,8 @@ from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid,
 from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.keep import keep_token
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides, table_strides
+from flashinfer.ops.recurrent.delta.step import input_kinds, kept_kinds, shares
+from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides, table_strides
 
 # A decay below exp(-64) is replaced by exp(-64), so that sums of logarithms along a path keep their precision.
 LEAST = tl.constexpr(-64.0)
@@ -164,19 +165,14 @@ _SIZES += ("q_group", "k_group", "v_group", "gate_group", "beta_group", "rate_gr
 
 def _build(problem, config):
     written = problem.state_dtype
-    kinds = {"tokens.q": problem.dtype, "tokens.k": problem.dtype, "tokens.v": problem.dtype}
-    kinds |= {"tokens.gate": problem.gate_dtype, "tokens.beta": problem.beta_dtype}
-    kinds |= {"gates.a_log": "fp32" if problem.gate in ("softplus", "bounded") else ""}
-    kinds |= {"gates.bias": problem.bias_dtype}
+    kinds = input_kinds(problem)
     kinds |= {"pool.source": problem.source_dtype, "pool.state": written if problem.each == "pool" else ""}
     kinds |= {"pool.each": written if problem.each == "buffer" else "", "out": problem.out_dtype}
     kinds |= {"slots.read": problem.index if problem.read else ""}
     kinds |= {"slots.rows": problem.index if problem.each == "pool" else ""}
     kinds |= {"slots.accepted": problem.index if problem.accepted else ""}
     kinds |= {"offsets": problem.index if problem.packed else "", "parents": "i32"}
-    kept, replay = problem.kept_dtype, "fp32" if problem.keep == "replay" else ""
-    kinds |= {"kept.v": "fp32" if problem.keep == "corrections" else kept, "kept.k": kept}
-    kinds |= {"kept.gate": replay, "kept.beta": replay}
+    kinds |= kept_kinds(problem)
     rows = ("tokens.q", "tokens.k", "tokens.v", "pool.source", "pool.state", "pool.each", "out")
     types = pointers(kinds, rows if problem.aligned else ()) | place_types(_PLACES, {})
     types |= size_types(_SIZES, key_dim=problem.key_dim, value_dim=problem.value_dim)
@@ -196,11 +192,9 @@ launch_tree = Launcher("delta_tree", _build)
 def tree(problem, config, tokens, gates, pool, out, scale, kept, parents):
     """Process every sequence's tree of tokens from its state, which is not changed."""
     n, heads, (values, keys) = tokens.sequences, tokens.heads, (tokens.v.shape[3], tokens.k.shape[3])
-    group = [1 if x is None else heads // x.shape[2] for x in tokens[:5]]
-    group += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
     columns = 1 if pool.read is None or pool.read.dim() == 1 else pool.read.shape[1]
     longest = 0 if kept is None else kept.v.shape[2]
-    sizes = n, tokens.k.shape[1], parents.shape[1], columns, keys, values, longest, pool.null, *group
+    sizes = n, tokens.k.shape[1], parents.shape[1], columns, keys, values, longest, pool.null, *shares(tokens, gates)
     state = pool.state if problem.each == "pool" else None
     given = [*tokens[:5], gates.a_log, gates.bias, pool.source, state, pool.each, out, pool.read, pool.rows]
     given += [pool.accepted, tokens.offsets, parents, *(kept or ())]
@@ -209,7 +203,5 @@ def tree(problem, config, tokens, gates, pool, out, scale, kept, parents):
     places += [table_strides(pool.read), strides(pool.rows, (0, 1))]
     places += [tuple(0 if x is None else x.stride(0) for x in (kept or (None,) * 4))]
     numbers = scale, gates.lower, gates.sharp, gates.threshold
-    present = [raw(x) for x in given if x is not None]
-    flat = [x for place in places for x in place]
     grid = (n + problem.packed, heads, triton.cdiv(values, config.rows))
-    launch_tree(problem, config, grid, *present, *flat, *sizes, *numbers)
+    launch_tree(problem, config, grid, *arguments(given, places), *sizes, *numbers)

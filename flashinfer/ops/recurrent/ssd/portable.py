@@ -26,7 +26,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.products import operand
-from flashinfer.ops.recurrent._device.sequences import place_of, span_of
+from flashinfer.ops.recurrent._device.sequences import chunk_of, span_of
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types, strides
 
 # A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a tile keep their digits.
@@ -37,11 +37,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def chunk_at(p, offsets, of, CHUNK: tl.constexpr):
     """Sequence, row, first token of the chunk at place p, and how many of the sequence's tokens are left there."""
-    if offsets is None:
-        n = p // of.chunks
-        chunk = p % of.chunks
-    else:
-        n, chunk = place_of(p, offsets, of, CHUNK)
+    n, chunk = chunk_of(p, offsets, of, CHUNK)
     row, first, length = span_of(offsets, n, of)
     # Places in front of the first sequence have a negative chunk, and no tokens.
     left = tl.where(chunk < 0, 0, length - chunk * CHUNK)

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from flashinfer._core.implementation import Implementation
+from flashinfer.ops.recurrent.layouts import spans
 
 # A decay below exp(-64) is taken for exp(-64), as kernels take it: -inf has no differences.
 LEAST = -64.0
@@ -13,10 +14,8 @@ LEAST = -64.0
 
 def run(problem, config, tokens, layer, pool, out, marks=None) -> None:
     """Bits of a sequence depend on nothing else: chunks begin at multiples of `chunk` of their sequence."""
-    bounds = [(row, 0, tokens.x.shape[1]) for row in range(len(tokens.x))]
+    bounds = spans(tokens.offsets, *tokens.x.shape[:2])
     if tokens.offsets is not None:
-        offsets = tokens.offsets.tolist()
-        bounds = [(0, begin, end) for begin, end in zip(offsets, offsets[1:])]
         out.zero_()
     slots = range(len(bounds)) if pool.read is None else pool.read.tolist()
     for n, ((row, begin, end), slot) in enumerate(zip(bounds, slots)):

@@ -20,7 +20,7 @@ from flashinfer.ops._device.pdl import begin
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.sequences import head_of, span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state, tile_offsets
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
+from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides, table_strides
 from flashinfer.ops.recurrent.ssm import LARGEST
 from flashinfer.ops.recurrent.ssm.config import with_many
 
@@ -261,9 +261,9 @@ _SIZES = (
 )  # fmt: skip
 
 
-def _build(problem, config):
-    scaled, each_scaled = problem.state_dtype in LARGEST, problem.each_dtype in LARGEST
-    kinds = {
+def shared_kinds(problem) -> dict[str, str]:
+    """Dtypes of tokens, of a layer's parameters and of its states, by the names of kernels."""
+    return {
         "given.x": problem.dtype,
         "given.dt": problem.dt_dtype,
         "given.B": problem.dtype,
@@ -275,7 +275,13 @@ def _build(problem, config):
         "layer.D": problem.d_dtype,
         "layer.bias": problem.bias_dtype,
         "pool.state": problem.state_dtype,
-        "pool.scale": "fp32" if scaled else "",
+        "pool.scale": "fp32" if problem.state_dtype in LARGEST else "",
+    }
+
+
+def _build(problem, config):
+    each_scaled = problem.each_dtype in LARGEST
+    kinds = shared_kinds(problem) | {
         "pool.each": problem.each_dtype if problem.each == "buffer" else "",
         "pool.each_scale": "fp32" if problem.each == "buffer" and each_scaled else "",
         "pool.read": problem.index if problem.read else "",
@@ -325,25 +331,20 @@ def run(problem, config, tokens, layer, pool):
     buffers, steps = (0, 0) if pool.each is None else pool.each.shape[:2]
     sizes = (tokens.sequences, count, heads, len(pool.state))
     sizes += (pool.pad, buffers, steps, *columns)
-    given = [*tokens[:6], tokens.offsets, *layer, raw(pool.state), pool.scale, raw(pool.each), pool.each_scale]
+    given = [*tokens[:6], tokens.offsets, *layer, pool.state, pool.scale, pool.each, pool.each_scale]
     given += [pool.read, pool.write, pool.rows, pool.accepted, pool.seed if problem.rounds else None]
     token, group = (0, 1, 2, 3), (0, 1, 2)
     places = [strides(tokens.x, token), strides(tokens.dt, token), strides(tokens.B, group), strides(tokens.C, group)]
     places += [strides(tokens.z, token), strides(tokens.out, token), strides(layer.A, group)]
     places += [strides(x, (0, 1)) for x in (layer.D, layer.bias)]
     places += [strides(pool.state, group), strides(pool.scale, group)]
-    places += [_table(x) for x in (pool.read, pool.write)]
+    places += [table_strides(x) for x in (pool.read, pool.write)]
     many = with_many(problem, config)
     programs = tokens.sequences * heads * triton.cdiv(dim, config.rows)
     if many is not None and programs > _MANY * target_of(tokens.x.device).sms:
         config = many
     grid = (tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
-    flat = [number for place in places for number in place]
-    launch(problem, config, grid, *(x for x in given if x is not None), *flat, *sizes, tokens.B.shape[2] / heads)
-
-
-def _table(x) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(0), x.stride(1) if x.dim() == 2 else 0)
+    launch(problem, config, grid, *arguments(given, places), *sizes, tokens.B.shape[2] / heads)
 
 
 def kernels(problem, config):

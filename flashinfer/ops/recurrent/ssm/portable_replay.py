@@ -19,9 +19,9 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.states import load_state
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
+from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
-from flashinfer.ops.recurrent.ssm.portable import put_state, tokens_of, zero_tokens
+from flashinfer.ops.recurrent.ssm.portable import put_state, shared_kinds, tokens_of, zero_tokens
 
 
 @triton.jit
@@ -122,19 +122,7 @@ _SIZES = ("sequences", "tokens", "repeat", "slots", "pad", "length", "most")
 
 
 def _build(problem, config):
-    kinds = {
-        "given.x": problem.dtype,
-        "given.dt": problem.dt_dtype,
-        "given.B": problem.dtype,
-        "given.C": problem.dtype,
-        "given.z": problem.dtype if problem.gated else "",
-        "given.out": problem.dtype,
-        "given.offsets": problem.index if problem.packed else "",
-        "layer.A": problem.a_dtype,
-        "layer.D": problem.d_dtype,
-        "layer.bias": problem.bias_dtype,
-        "pool.state": problem.state_dtype,
-        "pool.scale": "fp32" if problem.state_dtype in LARGEST else "",
+    kinds = shared_kinds(problem) | {
         "ring.x": problem.dtype,
         "ring.b": problem.dtype,
         "ring.dt": "fp32",
@@ -168,16 +156,15 @@ def run(problem, config, tokens, layer, pool, ring):
     """As `flashinfer/ops/recurrent/ssm/__init__.py` states it."""
     _, count, heads, dim = tokens.x.shape
     sizes = (tokens.sequences, count, heads // tokens.B.shape[2], len(pool.state), pool.pad, ring.length, ring.most)
-    given = [*tokens[:6], tokens.offsets, *layer, raw(pool.state), pool.scale, *ring[:5], pool.read]
+    given = [*tokens[:6], tokens.offsets, *layer, pool.state, pool.scale, *ring[:5], pool.read]
     given += [pool.seed if problem.rounds else None]
     token, group = (0, 1, 2, 3), (0, 1, 2)
     places = [strides(tokens.x, token), strides(tokens.dt, token), strides(tokens.B, group), strides(tokens.C, group)]
     places += [strides(tokens.z, token), strides(tokens.out, token), strides(layer.A, (0,))]
     places += [strides(layer.D, (0, 1)), strides(layer.bias, (0,)), strides(pool.state, group)]
     places += [strides(x, group) for x in (pool.scale, ring.x, ring.B, ring.dt)]
-    flat = [number for place in places for number in place]
     grid = (tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
-    launch(problem, config, grid, *(x for x in given if x is not None), *flat, *sizes)
+    launch(problem, config, grid, *arguments(given, places), *sizes)
 
 
 IMPLEMENTATION = Implementation(run, (launch,))

@@ -7,7 +7,7 @@ import torch
 
 from flashinfer import comm
 from flashinfer.comm import _exchange as public
-from flashinfer.comm import dcp_alltoall
+from flashinfer.comm import comm_backend, dcp_alltoall
 from flashinfer.ops.comm.alltoall import config, space
 from tests.ops.comm import processes, simulate
 from tests.ops.comm.alltoall import cases, ranks
@@ -103,7 +103,7 @@ def test_blocks_in_one_process(monkeypatch):
     monkeypatch.setattr(dcp_alltoall.room, "alltoall", recorder)
     workspaces = []
     for rank in range(world):
-        monkeypatch.setattr(dcp_alltoall, "Ranks", lambda backend=None, r=rank: simulate.Ranks(r, world))
+        monkeypatch.setattr(comm_backend, "Ranks", lambda backend=None, r=rank: simulate.Ranks(r, world))
         monkeypatch.setattr(dcp_alltoall, "TorchDistBackend", lambda: simulate.Sized(world))
         mapping = comm.Mapping(world_size=world, rank=rank, cp_size=world)
         workspaces.append(comm.decode_cp_a2a_allocate_mnnvl_workspace(mapping))
