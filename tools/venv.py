@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints.txt"
-# The highest supported Triton, beside the installed one: kernels are compiled by both. 3.9 has no wheels for Python 3.10.
+# The highest supported Triton, beside the installed one: kernels are compiled by both. 3.9 needs Python 3.11.
 HIGHEST_TRITON = "3.9.0" if sys.version_info >= (3, 11) else "3.8.0"
 EXTRAS = {"demo": ".[demo]", "test": ".[dev]", "types": ".[dev,types]", "docs": ".[docs]"}
 

@@ -66,7 +66,7 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     table = Table(*tables)
     table.rows, table.kv_entries, table.uniform_q_len = q.shape[0], rows[0].shape[0], q.shape[0]
     if custom_mask is not None or packed_custom_mask is not None:
-        pairs = torch.tensor([q.shape[0] * rows[0].shape[0]], device="cpu")
+        pairs = torch.tensor([q.shape[0] * rows[0].shape[0]], dtype=torch.int64, device="cpu")
         custom_mask_table(table, asked.page_size, custom_mask, packed_custom_mask, pairs=pairs)
     kernels = kernels_of(asked, tile_rows(q.shape[0], asked.group), table.mask is not None, q.device, backend)
     slopes = None
