@@ -129,6 +129,11 @@ def gated_delta_rule_replayssm_commit(
     require_shape("accept_path", accept_path, batch, tokens)
     require_dtype("accept_path", accept_path, INDICES)
     device = same_device(checkpoint_state=checkpoint_state, **windows, **tables, accept_path=accept_path)
+    if accept_path is not None and accept_path.device.type == "cpu":
+        # What is behind a request's accepted tokens, and of padding, is not read.
+        counts = accept_lens.masked_fill(state_indices <= null_block_id, 0)
+        read = torch.arange(tokens, device=device)[None] < counts[:, None]
+        check_values("accept_path", accept_path.masked_fill(~read, 0), 0, tokens - 1)
     if checkpoint_state.numel():
         state = checkpoint_state[0, 0, 0]
         require(state.stride(1) == 1, "checkpoint_state", f"strides {checkpoint_state.stride()}", "contiguous states")

@@ -14,6 +14,7 @@ from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.norm.variants import variant  # the fixture
 from tests.ops.recurrent.delta.test_kda import Case, every
+from tests.ops.recurrent.delta.test_prefill import Prompt as DeltaPrompt
 from tests.ops.recurrent.oracle import recurrence
 from tests.ops.recurrent.rules import assert_near
 from tests.ops.recurrent.ssd.test_ssd import Prompt
@@ -114,9 +115,31 @@ def test_nan_stays_in_its_request_and_head(backend, device, mode, extrema_of_a_g
             assert_bitwise(found[1, apart], out[1, apart], where)
 
 
+@backends
+@pytest.mark.parametrize("use_cp", [True, False])
+def test_nan_of_one_decay_a_head_stays_there(backend, device, use_cp, extrema_of_a_gpu):
+    """Prompts with one decay for each head; in parts that go in parallel too."""
+    prompt = DeltaPrompt([20, 70], (2, 2, 2), (16, 16), device=device)
+    states = prompt.states()
+    out, final = prompt.run(states, backend, use_cp=use_cp)
+    for where in ("k", "g", "state"):
+        other, spoiled = copy.copy(prompt), states.clone()
+        if where == "state":
+            spoiled[1, 0, 3, 3] = math.nan
+        else:
+            setattr(other, where, getattr(prompt, where).clone())
+            getattr(other, where)[30, 0] = math.nan
+        found, after = other.run(spoiled, backend, use_cp=use_cp)
+        assert_bitwise(found[:20], out[:20], where)
+        assert_bitwise(found[:, 1].contiguous(), out[:, 1].contiguous(), where)
+        assert_bitwise(after[0], final[0], where)
+        assert_bitwise(after[1, 1], final[1, 1], where)
+        assert found[30, 0].isnan().any() and after[1, 0].isnan().any(), where
+
+
 # -- state spaces -----------------------------------------------------------------------------------------------------
 
-STEPS = (0.0, -100.0, -1e4, 30.0, 1e4, 1e30)
+STEPS = (0.0, -80.0, -1e4, 30.0, 1e4, 1e30)
 RATES = (0.0, -1e-30, -1.0, -1e30, -INF)
 
 
@@ -187,7 +210,7 @@ def test_slots_that_several_requests_read(variant, device):
 def test_prompts_of_steps_of_any_size(backend, device, dtype, extrema_of_a_gpu):
     """dt of one token after another from nothing to 1e4, states of 1e30, a request without decay; exactly a chunk."""
     prompt = Prompt([128, 64, 1], device, heads=3, groups=1, dtype=dtype, around=(1, 2))
-    steps = torch.tensor([0.0, -100.0, 2.0, -5.0, 1e4, -3.0, 30.0], device=device)
+    steps = torch.tensor([0.0, -80.0, 2.0, -5.0, 1e4, -3.0, 30.0], device=device)
     prompt.dt[0] = steps.repeat(40)[: prompt.dt.shape[1], None]
     prompt.A = torch.tensor([0.0, -1.0, -1e30], device=device)
     states = prompt.states()

@@ -165,6 +165,20 @@ def test_commits(backend, device, dtype, dim, gap):
     assert buffer[..., :gap].isnan().all()
 
 
+@pytest.mark.parametrize("token", [-1, 3])
+def test_a_path_names_tokens_of_the_window(token):
+    """Where it is read: behind the accepted tokens, and of padding, it may have anything."""
+    states = torch.zeros(1, 4, 2, 16, 16)
+    windows = torch.ones(1, 4, 2, 3, 16), torch.ones(1, 4, 1, 3, 16), torch.zeros(1, 4, 2, 3), torch.ones(1, 4, 2, 3)
+    path, slots = torch.tensor([[0, 1, token], [token, 0, 0]]), torch.tensor([2, -1])
+    gdn_decode.gated_delta_rule_replayssm_commit(states, *windows, slots, torch.tensor([2, 3]), accept_path=path)
+    assert states[0, 2].any() and not states[0, [0, 1, 3]].any()
+    before = states.clone()
+    with pytest.raises(ValueError, match="^accept_path: got"):
+        gdn_decode.gated_delta_rule_replayssm_commit(states, *windows, slots, torch.tensor([3, 0]), accept_path=path)
+    assert_bitwise(states, before)
+
+
 def convolved(window, taps):
     """SiLU of windows [channels, width] times taps, in float64."""
     y = (window.double() * taps.double()).sum(-1)
