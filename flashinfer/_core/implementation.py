@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import ExitStack
+from functools import partial, wraps
 
 import torch
 
@@ -14,7 +15,8 @@ class Implementation:
     Parameters
     ----------
     run : callable (problem, config, *args)
-        Computes. A GPU variant launches on the current stream and does not wait.
+        Computes. A GPU variant launches on the current stream and does not wait. A reference, which has no launcher,
+        is run outside of torch.autocast: its products are as exact there as those of kernels.
     launchers : tuple of Launcher
         Every kernel that it may launch; none for a reference.
     kernels : callable (problem, config) -> iterable of (launcher, problem, config), optional
@@ -39,8 +41,8 @@ class Implementation:
         compile_together: bool = False,
         stack_budget: int = 0,
     ):
-        self.run = run
         self.launchers = tuple(launchers)
+        self.run = run if self.launchers else _outside_autocast(run)
         self.kernels = kernels or self._all_launchers
         self.bind = bind or self._without_lookups
         self.compile_together = compile_together
@@ -51,3 +53,15 @@ class Implementation:
 
     def _without_lookups(self, problem, config, device: torch.device) -> Callable:
         return partial(self.run, problem, config)
+
+
+def _outside_autocast(run: Callable[..., None]) -> Callable[..., None]:
+    @wraps(run)
+    def call(*args, **named):
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return run(*args, **named)
+
+    return call

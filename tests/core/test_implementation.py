@@ -1,7 +1,9 @@
 """What every variant's module offers."""
 
 import pytest
+import torch
 
+import flashinfer
 from flashinfer._core.dispatch import Variant
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Launcher
@@ -30,6 +32,15 @@ def test_what_an_implementation_leaves_out():
     assert list(plain.kernels("problem", "config")) == [("one", "problem", "config"), ("two", "problem", "config")]
     assert plain.bind("problem", "config", None)("x") == ("problem", "config", "x")
     assert not plain.compile_together and plain.stack_budget == 0
+
+
+def test_a_reference_is_as_exact_under_autocast():
+    """torch would make bfloat16 of its operands."""
+    a, b = torch.randn(5, 96), torch.randn(24, 96)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flashinfer.gemm.gemm_alpha_beta(a, b, torch.empty(5, 24))
+        assert (a @ b.T).dtype == torch.bfloat16
+    torch.testing.assert_close(out, a @ b.T)
 
 
 def test_a_module_without_an_implementation_is_an_error():
