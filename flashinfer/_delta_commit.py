@@ -12,6 +12,7 @@ from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Accepted, Window
+from flashinfer.ops.recurrent.layouts import whole_rows
 
 
 @checked
@@ -141,6 +142,7 @@ def gated_delta_rule_replayssm_commit(
         bool(use_qk_l2norm),
         path is not None,
         track_steps is not None,
+        whole_rows(checkpoint_state, rawv_cache, rawk_cache),
     )
     variant = variant_for(backend, "simt", "tcgen05")
     if checkpoint_state.numel() and batch:

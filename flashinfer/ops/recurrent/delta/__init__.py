@@ -110,6 +110,8 @@ class Commit:
         Keys are divided by their L2 norm first.
     path, track : bool
         Whether a table lists the accepted tokens, and whether the state after one of them is also written.
+    aligned : bool
+        Rows of states, keys and values can be read 16 bytes at a time.
     """
 
     key_dim: int
@@ -119,6 +121,7 @@ class Commit:
     normalize: bool = True
     path: bool = False
     track: bool = False
+    aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,7 @@ def _steps() -> Iterator[Step]:
 def _commits() -> Iterator[Commit]:
     yield Commit(128, 128, "bf16", "fp32")
     yield Commit(128, 128, "bf16", "fp32", normalize=False, path=True, track=True)
+    yield Commit(128, 128, "bf16", "fp32", aligned=False)
 
 
 def _chunk_variants() -> tuple[Variant, ...]:

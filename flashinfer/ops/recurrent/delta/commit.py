@@ -15,7 +15,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import unit_length
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
 
 
 @triton.jit
@@ -90,10 +90,10 @@ def _build(problem, config):
     kinds = {"state": problem.state_dtype} | {f"window_{name}": kind for name, kind in window.items()}
     kinds |= {"slots": "i32", "lengths": "i32", "path": "i32" if problem.path else ""}
     kinds |= dict.fromkeys(("track_slots", "track_steps"), "i32" if problem.track else "")
-    whole = {"state": problem.state_dtype, "window_v": problem.dtype, "window_k": problem.dtype}
-    types = pointers(kinds, whole)
+    units = {"state_by": problem.state_dtype, "v_by": problem.dtype, "k_by": problem.dtype} if problem.aligned else {}
+    types = pointers(kinds, ("state", "window_v", "window_k") if problem.aligned else ())
     places = {"state_by": ("layer", "slot", "head", "row")} | {f"{name}_by": ("layer", "slot") for name in _WINDOWS}
-    types |= place_types(places, {"state_by": problem.state_dtype, "v_by": problem.dtype, "k_by": problem.dtype})
+    types |= place_types(places, units)
     sizes = ("blocks", "tokens", "key_dim", "value_dim", "k_group", "null")
     types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
     constants = {name: None for name, kind in kinds.items() if not kind} | {
@@ -115,7 +115,7 @@ def commit(problem, config, state, window, accepted):
     blocks = triton.cdiv(values, config.rows)
     present = [state, *window, accepted.slots, accepted.lengths]
     present += [x for x in (accepted.path, accepted.track_slots, accepted.track_steps) if x is not None]
-    places = [*state.stride()[:4], *(s for x in window for s in x.stride()[:2])]
+    places = [*strides(state, (0, 1, 2, 3)), *(s for x in window for s in strides(x, (0, 1)))]
     sizes = blocks, window.v.shape[3], keys, values, heads // window.k.shape[2], accepted.null
     grid = (accepted.slots.shape[0], heads * blocks, layers)
     launch_commit(problem, config, grid, *map(raw, present), *places, *sizes)
