@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import as_dtype, dtype_name, require, same_device
+from flashinfer._core.checks import aligned_rows, as_dtype, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
@@ -238,7 +238,7 @@ def mm_fp8(
         n, b = b.shape[0], b.mT
     else:
         _check_blocks(a, b)
-        n = b.shape[1]
+        n, b = b.shape[1], aligned_rows(b)
     out = _result(out, (a.shape[0], n), out_dtype, a.device)
     alpha = None if alpha is None else _scale("alpha", alpha, a.device)
     _product(a, b, out, None, alpha, None, _variant(backend))

@@ -111,7 +111,10 @@ def _checks(function):
 
 
 def test_it_costs_little():
-    """Of a call with ten arguments, beside what it takes to look at ten tensors: machines and their load differ."""
+    """Of a call with ten arguments, beside what it takes to look at ten tensors: machines and their load differ.
+
+    On an idle machine 12 times that with Python 3.11 and 19 with 3.10, whose calls cost more.
+    """
     given = dict(out=X, scale=1.0, count=1, flag=True, name="a", dtype=torch.float16, pair=(X, X), several=[X])
 
     def seconds(f):
@@ -119,7 +122,7 @@ def test_it_costs_little():
 
     looks = seconds(lambda: [isinstance(x, torch.Tensor) and x.numel() == 1 for x in (X,) * 10])
     plain = seconds(lambda: inspect.unwrap(function)(X, **given))
-    assert seconds(lambda: function(X, **given)) - plain < 15 * looks
+    assert seconds(lambda: function(X, **given)) - plain < 25 * looks
 
 
 def test_numpys_numbers_become_pythons():

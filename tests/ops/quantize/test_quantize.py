@@ -489,6 +489,11 @@ def test_block_scale_interleave(variant, device, dtype):
     guard.check()
     assert out is guard.out
     assert_bitwise(out, torch.cat([truth.arranged(f, "128x4") for f in factors]))
+    # An output that begins between multiples of 16 bytes.
+    memory = torch.full((len(out) + 2,), 7, dtype=dtype, device=device)
+    assert_bitwise(flashinfer.block_scale_interleave(factors, out=memory[1:-1]), out)
+    assert_bitwise(memory[1:-1], out)
+    assert memory[0] == memory[-1] == 7
     assert_bitwise(flashinfer.nvfp4_block_scale_interleave(factors[1]), truth.arranged(factors[1], "128x4"))
 
 

@@ -15,7 +15,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import unit_length
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def commit(problem, config, state, window, accepted):
     blocks = triton.cdiv(values, config.rows)
     present = [state, *window, accepted.slots, accepted.lengths]
     present += [x for x in (accepted.path, accepted.track_slots, accepted.track_steps) if x is not None]
-    places = [*state.stride()[:4], *(s for x in window for s in x.stride()[:2])]
+    places = [*strides(state, (0, 1, 2, 3)), *(s for x in window for s in strides(x, (0, 1)))]
     sizes = blocks, window.v.shape[3], keys, values, heads // window.k.shape[2], accepted.null
     grid = (accepted.slots.shape[0], heads * blocks, layers)
     launch_commit(problem, config, grid, *map(raw, present), *places, *sizes)

@@ -118,6 +118,15 @@ def test_mm_fp8(backend, device):
 
 
 @kernels
+def test_a_weight_in_blocks_may_begin_anywhere(backend, device):
+    a, weight = generate.randn(6, 256, dtype=E4M3, device=device), generate.randn(64, 256, dtype=E4M3, device=device)
+    blocks = arranged(weight)
+    moved = torch.empty(blocks.numel() + 1, dtype=torch.uint8, device=device)[1:].view(E4M3).view(blocks.shape)
+    out = flashinfer.mm_fp8(a, moved.copy_(blocks), None, backend=backend)
+    assert_bitwise(out, flashinfer.mm_fp8(a, blocks, None, backend=backend))
+
+
+@kernels
 @pytest.mark.parametrize("a_dtype, b_dtype", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
 def test_mm_fp8_of_a_weight_as_it_is(backend, device, a_dtype, b_dtype):
     """[n, k], of any n and k and any strides; with any of upstream's names, too."""

@@ -1,5 +1,7 @@
 """The gated delta rule token by token against its recurrence in float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -252,6 +254,30 @@ def test_replay(backend, device, normalize):
                 assert (states[j, 0].double() - truth[1]).abs().max() < 1e-5
         for slot in (2, 3, 5):
             assert_bitwise(states[j, slot], before[j, slot])
+
+
+@backends
+@pytest.mark.parametrize("keys, values, begin", [(20, 12, 0), (32, 16, 1)])
+def test_a_commit_of_rows_that_begin_anywhere(backend, device, keys, values, begin):
+    """Rows and slots that are no multiples of 16 bytes, and tensors that begin between such multiples."""
+
+    def made(*shape, dtype=torch.float32):
+        memory = torch.empty(math.prod(shape) + begin, dtype=dtype, device=device)[begin:]
+        return memory.view(shape).copy_(torch.randn(shape))
+
+    state, gate, beta = made(1, 3, 1, values, keys), -made(1, 3, 1, 3).abs(), made(1, 3, 1, 3).sigmoid()
+    v, k = (made(1, 3, 1, 3, n, dtype=torch.bfloat16) for n in (values, keys))
+    slots, accepted = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([2, 1], [3, 2]))
+    truth = state.double()
+    for slot, count in ((2, 3), (1, 2)):
+        for t in range(count):
+            s, key = truth[0, slot, 0] * gate[0, slot, 0, t].double().exp(), k[0, slot, 0, t].double() / 8
+            change = beta[0, slot, 0, t].double() * (v[0, slot, 0, t].double() - s @ key)
+            truth[0, slot, 0] = s + change[:, None] * key
+    gdn_decode.gated_delta_rule_replayssm_commit(
+        state, v, k.div_(8), gate, beta, slots, accepted, use_qk_l2norm=False, backend=backend
+    )
+    assert (state.double() - truth).abs().max() < 1e-5
 
 
 @backends
