@@ -240,7 +240,7 @@ def graph_wrapper(device, batch_size=3, pages=100, rows=True, **kwargs):
         ("disable_split_kv", dict(disable_split_kv=True)),
         ("fixed_split_size", dict(fixed_split_size=16)),
         ("pos_encoding_mode", dict(pos_encoding_mode="ALIBI")),
-        ("o_dtype", dict(o_data_type=torch.float32)),
+        ("o_data_type", dict(o_data_type=torch.float32)),
         ("qo_indptr", dict(qo_indptr=torch.tensor([0, 3, 6], dtype=torch.int32))),
     ],
 )
