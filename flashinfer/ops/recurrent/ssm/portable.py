@@ -44,6 +44,8 @@ def put_state(
     if scales is not None:
         largest = tl.max(tl.abs(s), 1)
         scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+        # A code may not be NaN, so that a row with one has it as its scale.
+        scale = tl.where(tl.max((s != s).to(tl.int32), 1) > 0, float("nan"), scale)
         tl.store(scales + scale_at, scale, in_rows)
         s = s / scale[:, None]
     if ROUNDS > 0 and DTYPE != "fp32":

@@ -72,7 +72,8 @@ def store(problem, pool, states, scales, slot, h, step) -> None:
     name = {torch.int16: "i16", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}.get(dtype)
     if scales is not None:
         largest = h.abs().amax(-1)
-        scale = torch.where(largest > 0, largest / LARGEST[name], 1.0)
+        # A code may not be NaN, so that a row with one has it as its scale.
+        scale = torch.where(largest == 0, 1.0, largest / LARGEST[name])
         scales[slot] = scale
         h = h / scale[..., None]
     if problem.rounds:

@@ -224,6 +224,18 @@ def test_narrow_states(variant, device, dtype):
     assert_bitwise(state[2], untouched)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.float8_e4m3fn])
+def test_nan_of_a_row_stays_in_a_narrow_state(variant, device, dtype):
+    """Of that row alone, though a code may not be NaN."""
+    given, state = inputs((2,), device), torch.zeros(2, HEADS, DIM, DSTATE, device=device).to(dtype)
+    call = dict(dt_softplus=True, state_scale=torch.ones(2, HEADS, DIM, device=device))
+    given["x"][1, 2, 5] = torch.nan
+    selective_state_update(state, **given, **call)
+    out = selective_state_update(state, **inputs((2,), device), **call)
+    found = out.isnan()
+    assert found[1, 2, 5] and found.sum() == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.int16])
 def test_stochastic_rounding(variant, device, dtype):
     """Each stored value is one of the two neighbours, their mean over seeds is the value, and a seed repeats."""
