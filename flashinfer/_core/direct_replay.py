@@ -51,6 +51,8 @@ class _Kept(NamedTuple):
     writes : list of (int, int, list of (int, int))
         Outputs, their bytes, and all other tensors with theirs.
     repeat : callable (tensors, addresses)
+    constants : list of Tensor
+        What launches read beside the tensors of a call; held here, so that its memory stays.
     """
 
     like: Callable[..., bool]
@@ -59,10 +61,16 @@ class _Kept(NamedTuple):
     same: list[tuple[int, int]]
     writes: list[tuple[int, int, list[tuple[int, int]]]]
     repeat: Callable
+    constants: list[torch.Tensor]
 
 
 class DirectRecording(Recording):
-    """Records one call, with launches on memory that the thread keeps."""
+    """Records one call, with launches on memory that the thread keeps, and its `constants`: tensors whose memory and
+    content stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.constants: list[torch.Tensor] = []
 
     def add_kept(self, launch: Callable, bases: list) -> None:
         self.add(lambda: launch, bases)
@@ -240,7 +248,7 @@ def _bytes_of(t: torch.Tensor) -> int:
     return (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))) * t.element_size()
 
 
-def _kept(recorded: Recording, tensors: list, addresses: list[int], outputs: list, result) -> _Kept | None:
+def _kept(recorded: DirectRecording, tensors: list, addresses: list[int], outputs: list, result) -> _Kept | None:
     """What serves calls like the recorded one; None where not all of it was launches whose addresses the call gives."""
     several = isinstance(result, (tuple, list))
     results = list(result) if several else [] if result is None else [result]
@@ -268,7 +276,7 @@ def _kept(recorded: Recording, tensors: list, addresses: list[int], outputs: lis
         for x in launch.kept:
             if isinstance(x, torch.Tensor):
                 stays |= {i: addresses[i] for i, at in enumerate(storages) if at == x.untyped_storage().data_ptr()}
-        picks = [_place(x, bases, storages) for x in moving]
+        picks = [_place(x, bases, storages, recorded.constants) for x in moving]
         if None in picks:
             return None
         launches.append((launch, picks))
@@ -276,19 +284,25 @@ def _kept(recorded: Recording, tensors: list, addresses: list[int], outputs: lis
     for x in outputs:
         i = next(i for i, y in enumerate(tensors) if y is x)
         writes.append((i, _bytes_of(x), [(j, _bytes_of(y)) for j, y in enumerate(tensors) if y is not x]))
-    repeat = _repeat(launches, makers, tensors[0].device, returned, type(result), several)
+    constants = recorded.constants
+    repeat = _repeat(launches, makers, tensors[0].device, returned, type(result), several, constants)
     same = [(i, addresses.index(at)) for i, at in enumerate(addresses) if addresses.index(at) != i]
-    kept = _Kept(like(*tensors), [at % 16 for at in addresses], list(stays.items()), same, writes, repeat)
+    low = [at % 16 for at in addresses]
+    kept = _Kept(like(*tensors), low, list(stays.items()), same, writes, repeat, constants)
     return kept if _lie_apart(kept, addresses) else None
 
 
-def _place(x: torch.Tensor | None, bases: list[int], storages: list[int]) -> tuple[int, int] | None:
-    """Which base an address comes from, and the bytes between; the base past all is 0. None where that is not clear."""
+def _place(x: torch.Tensor | None, bases: list, storages: list, constants: list) -> tuple[int, int] | None:
+    """Which base an address comes from, and the bytes between; behind all bases are 0 and the constants. None where
+    that is not clear."""
     if x is None:
         return len(bases), 0
     at = x.data_ptr()
     if at in bases:
         return bases.index(at), 0
+    for i, constant in enumerate(constants):
+        if at == constant.data_ptr():
+            return len(bases) + 1 + i, 0
     storage = x.untyped_storage().data_ptr()
     inside = {bases[i] for i, begin in enumerate(storages) if begin == storage}
     if len(inside) != 1:
@@ -297,9 +311,11 @@ def _place(x: torch.Tensor | None, bases: list[int], storages: list[int]) -> tup
     return bases.index(base), at - base
 
 
-def _repeat(launches: list, makers: list, device, returned: list[int | None], kind: type, several: bool) -> Callable:
+def _repeat(
+    launches: list, makers: list, device, returned: list[int | None], kind: type, several: bool, constants: list
+) -> Callable:
     """The function that makes outputs and launches for other tensors."""
-    picked = []
+    picked, behind = [], [0, *(x.data_ptr() for x in constants)]
     for launch, picks in launches:
         if any(offset for _, offset in picks):
             picked.append((launch, lambda at, picks=picks: [at[i] + offset for i, offset in picks]))
@@ -311,7 +327,7 @@ def _repeat(launches: list, makers: list, device, returned: list[int | None], ki
             new = torch.empty(shape, dtype=dtype, device=device)
             tensors.append(new)
             addresses.append(new.data_ptr())
-        addresses.append(0)
+        addresses.extend(behind)
         for launch, pick in picked:
             launch(*pick(addresses))
         if several:

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core import env, replay, workspace
+from flashinfer._core.direct_replay import DirectRecording
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.kernels import Kernels, kernels_of
 from flashinfer.ops.attention.mla.operands import Factors, attend
@@ -137,7 +138,11 @@ def ones_times(value: int, count: int, device: torch.device) -> torch.Tensor:
     """int32 [count] of one value, kept for other counts too."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.full((count,), value, dtype=torch.int32, device=device)
-    return _constant(value, power_of_two(count), device)[:count]
+    found = _constant(value, power_of_two(count), device)[:count]
+    recorded = replay.recording()
+    if isinstance(recorded, DirectRecording):
+        recorded.constants.append(found)
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer.ops.attention import direct
 from tests.core.card_process import card_process
 from tests.ops.attention.test_replay import halves, holds, table, words, workspace
 
@@ -281,6 +282,20 @@ def workspaces_of_latent_attention(card):
                 assert any(begin <= word < end for launch in launches for word in words(launch))
 
 
+def chosen_tokens_without_lengths(card):
+    """Their number is a tensor of ours, which a call like the last one reads where it is."""
+    q, out, scratch = halves(BATCH, 1, 4, 80), halves(BATCH, 1, 4, 64), workspace()
+    keep = []
+    for held in (None, None, 0, 0):
+        tokens = torch.arange(BATCH * 64, dtype=torch.int32).view(BATCH, 1, 64)
+        keep.append(tokens)
+        args = q, halves(20, PAGE, 80), scratch, 64, 64, 16, tokens, lengths(), 40
+        given = dict(sparse_mla_top_k=64, bmm1_scale=0.1, out=out)
+        same_as_in_full(card, (flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla, args, given), held)
+        if held == 0:
+            direct._constant.cache_clear()
+
+
 def streams_threads_and_captures(card):
     """Work lists and counters are of a stream and a thread; in a capture they are the graph's."""
     # A small batch has no list, but counters; both are the eighth parameter.
@@ -435,7 +450,7 @@ def test_other_sizes_between(name, on_card):
     (
         new_outputs, what_is_refused, what_moves_and_what_stays, workspaces_of_latent_attention,
         tensors_that_part, streams_threads_and_captures, calls_in_any_order, workspaces_elsewhere,
-        captures_that_torch_does_not_know,
+        captures_that_torch_does_not_know, chosen_tokens_without_lengths,
     ),
 )  # fmt: skip
 def test_replays(case, on_card):
