@@ -119,6 +119,7 @@ def prepare_balanced_batch_decode_with_kv_cache(
     require(fits, "query", tuple(query.shape), f"[{batch * queries}, num_qo_heads, {k.shape[3]}]")
     require(query.dtype in (torch.bfloat16, torch.float16), "query", query.dtype, "bfloat16, float16")
     page, heads = k.shape[1:3]
+    require(heads > 0, "kv_cache", "0 KV heads", "1 or more")
     require(query.shape[1] % heads == 0, "query", tuple(query.shape), f"a multiple of {heads} heads, the KV heads")
     shape = (*query.shape[:2], v.shape[3])
     out = query.new_empty(shape) if out is None else out

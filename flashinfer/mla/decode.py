@@ -6,7 +6,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import check_apart, present, require
+from flashinfer._core.checks import check_apart, check_values, present, require
 from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend
 from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole
@@ -265,11 +265,15 @@ def token_table(
 ) -> Table:  # fmt: skip
     """The Table of queries with keys of their own: tokens [..., top_k] of the cache, the first `lens` of them."""
     count, device = rows.shape[0], rows.device
-    require(tokens.shape[-1] == top_k and tokens.numel() == count * top_k, named, tuple(tokens.shape),
+    require(tokens.shape[-1:] == (top_k,) and tokens.numel() == count * top_k, named, tuple(tokens.shape),
             f"{count} queries x {top_k} tokens")  # fmt: skip
     tokens = integers(tokens.reshape(count, top_k), named, device, (count, top_k))
     check_entries(named, tokens)
-    lens = ones_times(top_k, count, device) if lens is None else flat_integers(lens, lens_named, device, count)
+    if lens is None:
+        lens = ones_times(top_k, count, device)
+    else:
+        lens = flat_integers(lens, lens_named, device, count)
+        check_values(lens_named, lens, 0, top_k)
     return block_table(tokens, lens, q_len=1, names=("qo_indptr", "kv_indptr", lens_named, named))
 
 

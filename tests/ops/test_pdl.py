@@ -56,7 +56,7 @@ def test_kernels_wait_before_all_else(on_card):
         "norm", "act_and_mul", "rope", "rope_quantize", "quantize", "dequantize", "page", "concat_mla_k", "attend_sm80",
         "top_k_list", "top_k_emit_list", "modulated_layernorm", "pack_mla_kv_fp8", "quantize_groups", "mhc_pre",
         "mhc_post", "moe_hash_route", "norm_gated", "page_positions", "page_seq_lens", "prefix_bracket",
-        "prefix_gather", "prefix_resolve",
+        "prefix_gather", "prefix_resolve", "delta_step", "ssm_update",
     }  # fmt: skip
     for kernel, (waits, instructions) in found.items():
         assert waits and "ACQBULK" in instructions, kernel

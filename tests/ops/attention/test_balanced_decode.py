@@ -114,6 +114,7 @@ BAD = [
     ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens: got torch.int64; allowed: int32"),
     ({"sm_scale": float("nan")}, "sm_scale: got nan; allowed: a finite number"),
     ({"out": torch.zeros(2, 8, 32).half()}, "out: got (2, 8, 32); allowed: (2, 8, 64)"),
+    ({"kv_cache": torch.zeros(4, 2, 0, 16, 64).half()}, "kv_cache: got 0 KV heads; allowed: 1 or more"),
 ]
 
 

@@ -171,6 +171,10 @@ def test_tokens_that_a_sparse_table_names():
     # What does not count may be anything.
     call(q, tokens, sparse_mla_top_k_lens=torch.full((6,), 2))
     call(q, torch.where(tokens == 20, -5, tokens))
+    with pytest.raises(ValueError, match="^sparse_mla_top_k_lens: got 2 ... 9; allowed: 0 ... 8"):
+        call(q, tokens.clamp(max=0), sparse_mla_top_k_lens=torch.tensor([9, 2, 2, 2, 2, 2]))
+    with refused("block_tables"):
+        call(q, tokens[0, 0, 0])
     with refused("query"):
         call(torch.ones(2, 3, 4, 160, dtype=HALF)[..., ::2], tokens)
     window, others = torch.ones(50, 4, 64, dtype=HALF), torch.ones(20, 4, 64, dtype=HALF)

@@ -24,7 +24,7 @@ def accesses(card, launcher):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "launcher", ["delta_step", "delta_commit", "delta_scan", "delta_prepare", "ssd_added", "ssd_results"]
+    "launcher", ["delta_step", "delta_commit", "delta_scan", "delta_prepare", "ssd_states", "ssd_results"]
 )
 def test_most_bytes_go_in_wide_accesses(launcher, on_card):
     wide, narrow = on_card(accesses, launcher)
