@@ -1,6 +1,7 @@
 # make demo     serve a real model on this machine
 # make test     run the CPU test suite
 # make mutants  small wrong changes to the source, each of which the tests have to notice; minutes
+# make hostile  calls of the tests of each folder with every wrong argument, which have to be refused or right; minutes
 # make matrix   compile every kernel for every architecture on two Tritons, and run the tests that take long
 # make wheel    build sdist and wheel of each version that engines pin, and try them in clean environments
 # make types    check types of the examples, the integrations, public modules and the code in documents
@@ -18,8 +19,9 @@ BIN := $(VENV)/bin
 # The highest supported Triton, beside the pinned one: kernels are compiled by both.
 HIGHEST_TRITON := $(VENV)/triton-highest
 PYTEST := OMP_NUM_THREADS=1 FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest
+HOSTILE := tests/fuzz/test_hostile.py::test_every_change_of_every_argument
 
-.PHONY: demo test mutants matrix wheel types docs clean
+.PHONY: demo test mutants hostile matrix wheel types docs clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m examples.serve
@@ -30,9 +32,12 @@ test: $(VENV)/.test
 mutants: $(VENV)/.test
 	@$(BIN)/python tests/mutants.py
 
+hostile: $(VENV)/.test
+	@$(PYTEST) -m matrix --numprocesses 2 --dist worksteal $(HOSTILE)
+
 matrix: $(VENV)/.test
 	@$(PYTEST) -m matrix --capture no tests/meta/test_compile_matrix.py
-	@$(PYTEST) -m "matrix and not gpu" --numprocesses 2 --dist worksteal --ignore tests/meta/test_compile_matrix.py
+	@$(PYTEST) -m "matrix and not gpu" --numprocesses 2 --dist worksteal --ignore tests/meta/test_compile_matrix.py --deselect $(HOSTILE)
 	@$(PYTEST) --fuzz 2000 --numprocesses 2 --dist worksteal tests/fuzz/test_fuzz.py
 
 wheel: $(VENV)/.test

@@ -3,8 +3,8 @@
 Of each op's catalog it takes for each variant problems that show every value of every field in it, so that each branch
 of each kernel is there. The two Tritons share them, and deal them to the chips in turn; every kernel is compiled for
 every chip by both. Where a Triton writes the same PTX for several chips, which samples show, one of them stands for
-all. A chip's own kernels are compiled for all of their problems by both. `make matrix` runs it; FLASHINFER_TEST_TRITON
-names the folder of the highest Triton.
+all. A chip's own kernels are compiled for all of their problems by the lowest, and for every second one by the highest.
+`make matrix` runs it; FLASHINFER_TEST_TRITON names the folder of the highest Triton.
 """
 
 import json
@@ -87,7 +87,7 @@ def all_jobs(highest):
         by_op = defaultdict(list)
         for by_arch in problems.values():
             by_op[next(iter(by_arch.values())).op].append(unlike(by_arch, highest, place))
-        if any(len(by_arch) > 1 for by_arch in problems.values()):
+        if highest or any(len(by_arch) > 1 for by_arch in problems.values()):
             by_op = {op: its[highest::2] or its for op, its in by_op.items()}
         # Ops take turns, so that each of them has a chip.
         turns = [by_arch for turn in zip_longest(*by_op.values()) for by_arch in turn if by_arch]
