@@ -300,7 +300,7 @@ def test_channels(case, seed):
 @pytest.mark.parametrize("of, case", [(check, case) for case in CASES] + [(check_channels, case) for case in CHANNELS])
 def test_on_a_gpu(of, case):
     if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("kernels of Hopper")
+        pytest.skip("needs a Hopper GPU")
     of(device=torch.device("cuda"), **case)
 
 

@@ -41,7 +41,7 @@ def test_cases_beside_the_rooms_run(case, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer on the PATH")
+@pytest.mark.skipif(SANITIZER is None, reason="needs a GPU, and compute-sanitizer on the PATH")
 @pytest.mark.parametrize(
     ("tool", "options", "cases"),
     [("memcheck", ("--report-api-errors", "no"), ()), ("racecheck", (), WITHOUT_MBARRIERS)],

@@ -47,7 +47,7 @@ def test_others_are_refused(change):
 
 def hopper(device):
     if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("the kernel is compute capability 9.0's")
+        pytest.skip("needs a Hopper GPU")
 
 
 def check(prompt, out, final, states, sequences):
