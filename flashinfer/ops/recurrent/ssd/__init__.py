@@ -134,6 +134,7 @@ def _catalog() -> Iterator[Prefill]:
     yield Prefill(128, 256, "bf16", "fp32", "fp32", source_dtype="bf16", state_dtype="bf16", packed=True, index="i64",
                   read=True)  # fmt: skip
     yield Prefill(80, 48, "fp16", "fp32", "fp32", softplus=False, marks_dtype="fp16", aligned=False)
+    yield Prefill(64, 128, "bf16", "bf16", "fp32", **nano, source_dtype="bf16", state_dtype="bf16", marks_dtype="bf16")
     yield Prefill(64, 128, "bf16", "bf16", "fp32", **nano, **fp32, chunk=64, packed=True)
     yield Prefill(64, 64, "fp32", "fp32", "fp32", "fp32", "fp32", **fp32)
 

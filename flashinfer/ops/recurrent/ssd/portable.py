@@ -259,8 +259,8 @@ def marked_kernel(
             else:
                 place = first // CHUNK + n + chunk
             at_place = place * of.heads + head
-            at = states + at_place * of.dim * STATES
-            s = tl.load(at + row[:, None] * STATES + column[None, :], inside, other=0)
+            before = states + at_place * of.dim * STATES
+            s = tl.load(before + row[:, None] * STATES + column[None, :], inside, other=0)
             left = (token - chunk * CHUNK).to(tl.int32)
             weight, log = weights_until(sizes + at_place * CHUNK, sums + at_place * CHUNK, left, CHUNK, TILE)
             first += chunk * CHUNK
@@ -273,8 +273,8 @@ def marked_kernel(
             s = tl.fma(s, tl.zeros_like(s) + tl.exp2(log), adds)
         else:
             if source is not None:
-                at = source + slot * source_by.slot + head * source_by.head
-                s = tl.load(at + row[:, None] * source_by.row + column[None, :], inside, other=0).to(tl.float32)
+                begun = source + slot * source_by.slot + head * source_by.head
+                s = tl.load(begun + row[:, None] * source_by.row + column[None, :], inside, other=0).to(tl.float32)
         at = marks + mark * marks_by.slot + head * marks_by.head
         tl.store(at + row[:, None] * marks_by.row + column[None, :], s.to(marks.dtype.element_ty), inside)
 
