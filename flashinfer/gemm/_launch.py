@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from flashinfer._core.checks import check_values, dtype_name, indptr_values, is_aligned, same_device
@@ -56,9 +58,13 @@ def gemm(
         whole=K % 128 == 0,
     )
     if backend == "auto" and K and widens_first(problem, a.shape[1], target_of(a.device)):
+        a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
+        of_codes = room.blockscaled(replace(problem, a="bf16", a_layout=""), a.device)
+        if of_codes.variant.name == "sm90_widened":
+            of_codes.run(a, b, None, b_scale, alpha, out)
+            return
         # Rows of a shuffled weight are put in order on the way.
         wide = _widened(problem, b, b_scale, problem.b, b_layout, shuffled)
-        a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
         if alpha is not None and problem.alpha == "rows":
             sums = torch.empty_like(out, dtype=torch.float32)
             multiply(a, wide.mT, sums)

@@ -13,7 +13,7 @@ from flashinfer._core.target import target_of
 from flashinfer.compat.queries import answering
 from flashinfer.gemm._operands import choice_of
 from flashinfer.ops.gemm import dense as room
-from flashinfer.ops.gemm.dense.config import choose_split
+from flashinfer.ops.gemm.slices import choose_split
 from flashinfer.ops.gemm.operands import bucket
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -8,6 +8,7 @@ from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
 from flashinfer.testing.emulator import emulate
 from tests.ops.gemm.blockscaled import test_hopper as blockscaled
+from tests.ops.gemm.blockscaled import test_sm90_widened as widened
 from tests.ops.gemm.grouped import test_hopper as grouped
 from tests.ops.tensor_cores import fp8_product
 
@@ -78,6 +79,31 @@ def test_blockscaled(m, n, k, rows):
     with emulate("90a", seed=m + rows) as launched:
         blockscaled.test_shapes(CPU, m, n, k, rows)
     assert set(launched) == {"blockscaled_sm90_kernel"}
+
+
+def test_widened_quickly():
+    with emulate("90a", seed=1) as launched:
+        widened.check(CPU, 130, 264, 256, "nvfp4", batch=1)
+        widened.check(CPU, 130, 136, 128, "mxfp8", batch=1, slices=1)
+    assert set(launched) == {"widened_sm90_kernel"}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", widened.FORMATS)
+@pytest.mark.parametrize(
+    "case",
+    (
+        dict(m=130, n=264, k=640, layout="8x4"),
+        dict(m=260, n=136, k=512, layout="linear", out_dtype=torch.float16),
+        dict(m=130, n=256, k=1152, shuffled=True, alpha=3.0, slices=3),
+        dict(m=200, n=520, k=256, alpha=0.5, out_dtype=torch.float32),
+    ),
+    ids=str,
+)
+def test_widened(case, name):
+    with emulate("90a", seed=len(name)) as launched:
+        widened.check(CPU, name=name, **case)
+    assert set(launched) == {"widened_sm90_kernel"}
 
 
 LENGTHS = ([130, 0, 1, 64, 20, 0], [0, 3, 1] * 12, [2, 260])

@@ -12,6 +12,11 @@ from flashinfer.testing.emulator.values import Lanes, Tensor, decode, encode, ro
 
 _WIDEN = re.compile(r"\.reg \.b16 lo, hi;.*cvt\.rn\.f16x2\.(e4m3|e5m2)x2")
 
+# Codes of a word times a factor, which stands twice in another word; a factor in e4m3 as such a word.
+_TIMES_FP8 = re.compile(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2 h, second;")
+_TIMES_E2M1 = "prmt.b32 high, 0x3F3F3F00, 0x40404040, magnitudes;"
+_FACTOR = "cvt.u16.u32 code, $1;"
+
 # One of the instructions that decode a word of eight e2m1 codes.
 _FRAGMENTS = "lop3.b32 $3, $3, 0x80C080C0, moved, 0xEA;"
 
@@ -40,6 +45,17 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
             return Tensor(_flushed(np.float32(1) / _flushed(args[0].a)), tl.float32, args[0].layout)
     if asm == "cvt.rn.bf16x2.f32 $0, $2, $1;" and pack == 2:
         return Tensor(rounded(args[0].a, tl.bfloat16), tl.bfloat16, args[0].layout)
+    if _FACTOR in asm:
+        codes = (args[0].a & 0xFF).astype(np.uint8)
+        return Tensor(_twice(encode(decode(codes, tl.float8e4nv), tl.bfloat16)), tl.int32, args[0].layout)
+    if _TIMES_E2M1 in asm:
+        codes = np.stack([(args[0].a >> (4 * i)) & 0xF for i in range(8)], -1)
+        magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7]
+        return _times(np.where(codes & 8, -magnitude, magnitude), *args)
+    found = _TIMES_FP8.search(asm)
+    if found:
+        codes = np.ascontiguousarray(args[0].a).view(np.uint8).reshape(*args[0].shape, 4)
+        return _times(decode(codes, tl.float8e4nv if found[1] == "e4m3" else tl.float8e5), *args)
     found = _WIDEN.search(asm)
     if found:
         return _widened(args[0], tl.float8e4nv if found[1] == "e4m3" else tl.float8e5, "bf16x2" in asm)
@@ -58,6 +74,20 @@ def _widened(words: Tensor, kind, to_bf16: bool) -> tuple[Tensor, Tensor]:
     wide = encode(rounded(decode(codes, kind), to), to)
     halves = np.ascontiguousarray(wide.reshape(*words.shape, 2, 2)).view(np.int32)
     return tuple(Tensor(halves[..., i, 0], tl.int32, words.layout) for i in range(2))
+
+
+def _twice(halves: np.ndarray) -> np.ndarray:
+    """16 bits, twice in a word each."""
+    words = halves.view(np.uint16).astype(np.uint32)
+    return (words | words << np.uint32(16)).view(np.int32)
+
+
+def _times(values: np.ndarray, words: Tensor, factors: Tensor) -> tuple[Tensor, ...]:
+    """The values [..., n] of words, times the bfloat16 of each word's factor: n / 2 words of two bfloat16."""
+    factor = decode((factors.a & 0xFFFF).astype(np.uint16), tl.bfloat16)
+    products = encode(rounded(values * factor[..., None], tl.bfloat16), tl.bfloat16)
+    pairs = np.ascontiguousarray(products).view(np.int32)
+    return tuple(Tensor(pairs[..., i], tl.int32, words.layout) for i in range(pairs.shape[-1]))
 
 
 def _columns_of_pairs(x: Tensor) -> Tensor:

@@ -73,8 +73,9 @@ def test_decays_and_betas(backend, device, mode, decay):
     out, states = modes(case, mode, backend, state)
     for i in range(2):
         truth, after, _ = case.truth(i, every, state[i], parents=TREE if mode == "tree" else None)
-        near(out[i], truth, f"row {i}")
-        near(states[i], after if mode != "chunks" else after[-1:], f"state {i}")
+        by = 2e-6 if backend == "reference" else 2e-5
+        near(out[i], truth, f"row {i}", by=by)
+        near(states[i], after if mode != "chunks" else after[-1:], f"state {i}", by=by)
 
 
 @backends

@@ -7,6 +7,7 @@ stages of the ring become free.
 
 from flashinfer._core.gluon_compat import (
     aggregate,
+    fence_async_shared,
     gl,
     gluon,
     tma_load,
@@ -117,8 +118,10 @@ def copy_blocks(a_map, b_map, ring: Ring, step, a_entry, row, b_entry, column, b
 
 
 @gluon.jit
-def sum_products(WG: gl.constexpr, ring: Ring, acc, step, begin, end):
-    """acc + the products of the blocks of K from `begin` to `end`."""
+def sum_products(WG: gl.constexpr, ring: Ring, acc, step, begin, end, WRITTEN: gl.constexpr = False):
+    """acc + the products of the blocks of K from `begin` to `end`.
+
+    WRITTEN : warps, and not TMA, write the tiles of B; a fence orders their stores before wgmma's reads."""
     for block in range(begin, end):
         stage = ring.channel.stage(step)
         a = ring.of_a(WG, stage)
@@ -126,6 +129,8 @@ def sum_products(WG: gl.constexpr, ring: Ring, acc, step, begin, end):
         if ring.settings.B_MAJOR != "n":
             b = b.permute([1, 0])
         ring.channel.wait(step)
+        if WRITTEN:
+            fence_async_shared()
         acc = warpgroup_mma(a, b, acc, is_async=True)
         # The previous product is complete, so its stage is free while this one is computed.
         acc = warpgroup_mma_wait(1, [acc])

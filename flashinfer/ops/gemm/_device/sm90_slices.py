@@ -6,7 +6,8 @@ tile.
 """
 
 from flashinfer._core.gluon_compat import aggregate, block_barrier, gl, gluon
-from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, copy_blocks
+from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, copy_blocks, sum_products
+from flashinfer.ops._device.sm90.store import write_tile
 from flashinfer.ops._device.sm90.walk import raster
 
 
@@ -88,3 +89,36 @@ def add_slices(acc, partial, arrived, slot, index, slices, height):
             for i in gl.static_range(AT_ONCE):
                 acc += found[i]
     return last, acc
+
+
+@gluon.jit
+def consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging, WRITTEN: gl.constexpr = False):
+    """Consumer warpgroup WG: computes and writes its half of each tile. `tensors` and `sizes` are kernel arguments.
+
+    WRITTEN : warps write B to shared memory, as in `sum_products`."""
+    out, bias, a_scale, b_scale, partial, arrived = tensors
+    M, N, out_entry, out_row = sizes
+    settings = ring.settings
+    WIDTH: gl.constexpr = settings.BLOCK_N // settings.B_PARTS
+    DEPTH: gl.constexpr = 256 // ring.a.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
+    step = 0
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
+        entry, tile_m, tile_n, index, tile, begin, end = size.place(work, settings.GROUP)
+        acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+        acc, step = sum_products(WG, ring, acc, step, begin, end, WRITTEN)
+        # Loaded here and not before the loop over K, through which it would take a register.
+        factor = 1.0
+        if settings.SCALES > 0:
+            factor *= gl.load(a_scale)
+        if settings.SCALES > 1:
+            factor *= gl.load(b_scale)
+        row = tile_m * (settings.A_PARTS * ROWS) + settings.row_of(WG)
+        column = tile_n * settings.BLOCK_N + settings.column_of(WG)
+        to = out + entry.to(gl.int64) * out_entry
+        if settings.SPLIT:
+            last, acc = add_slices(acc, partial, arrived, tile * 2 + WG, index, size.slices, M - row)
+            if last:
+                write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, settings.BIAS)
+        else:
+            write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, settings.BIAS)

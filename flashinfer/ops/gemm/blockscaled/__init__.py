@@ -120,6 +120,10 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("fp8e4nv", "fp8e4nv", "ue8m0", 32, "bf16", 128, a_layout="linear", b_layout="linear")
     yield Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 16, alpha="one", b_layout="128x4")
     yield Problem("e2m1", "e2m1", "ue8m0", 32, "bf16", 256, a_layout="128x4", b_layout="128x4")
+    yield Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 256, alpha="one", b_layout="128x4")
+    yield Problem("bf16", "e2m1", "ue8m0", 32, "fp32", 256, b_layout="8x4", shuffled=True)
+    yield Problem("bf16", "fp8e4nv", "ue8m0", 32, "bf16", 256, b_layout="128x4")
+    yield Problem("bf16", "fp8e5", "ue8m0", 32, "fp16", 256, b_layout="linear")
     yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 16, alpha="rows", a_layout="128x4", b_layout="128x4")
     yield Problem("e2m1", "fp8e5", "ue8m0", 32, "fp32", 16, a_layout="128x4", b_layout="128x4")
 
@@ -141,6 +145,10 @@ blockscaled = Op(
     Problem,
     (
         Variant("sm90", "flashinfer.ops.gemm.blockscaled.sm90", hopper.refuses_blockscaled, hopper.sm90),
+        Variant(
+            "sm90_widened", "flashinfer.ops.gemm.blockscaled.sm90_widened", config.refuses_sm90_widened,
+            config.sm90_widened,
+        ),
         Variant("portable", "flashinfer.ops.gemm.blockscaled.portable", config=config.portable),
         Variant("reference", "flashinfer.ops.gemm.blockscaled.reference"),
     ),

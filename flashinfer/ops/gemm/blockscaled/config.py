@@ -25,6 +25,48 @@ class Widen:
     capability: int
 
 
+@dataclass(frozen=True)
+class Sm90Widened:
+    """Tile, pipeline and registers of the Hopper kernel that widens B.
+
+    Attributes
+    ----------
+    block_n : int
+        Columns of a tile, 128 or 256; it has 128 rows, and 64 of K.
+    stages : int
+        Tiles of A and B in the shared memory ring.
+    group : int
+        Tiles along M that are computed before the next column of tiles, so that operands stay in the L2 cache.
+    registers, copy_registers : int
+        Registers of a thread: in the consumer warpgroups, and in the producer's.
+    """
+
+    block_n: int
+    stages: int
+    group: int
+    registers: int
+    copy_registers: int
+
+
+def sm90_widened(problem, target) -> Sm90Widened:
+    # As many stages as 227 KiB hold beside the output staging buffer of 32 KiB.
+    return Sm90Widened(block_n=128, stages=6, group=16, registers=200, copy_registers=112)
+
+
+def refuses_sm90_widened(problem, target) -> str:
+    """Why the Hopper kernel that widens B does not take a Problem; '' if it does."""
+    if target.capability != 90:
+        return f"wgmma is compute capability 9.0's, and this is {target.arch}"
+    if problem.a != "bf16" or problem.scale == "fp32":
+        return f"{problem.a} with {problem.scale} scales: it takes bfloat16 and codes with factors"
+    if problem.tokens <= 128:
+        # Each tile widens 256 columns for 128 rows; with fewer rows a program of the portable kernel has less to do.
+        return "few tokens: the portable kernel's tiles have fewer rows"
+    if problem.alpha == "rows":
+        return "an alpha for each row"
+    return "" if problem.aligned and problem.whole else "rows that are not whole blocks of 128 of K, 16 bytes at a time"
+
+
 def portable(problem, target) -> tiles.Config:
     return tiles.choose(problem, tiles.compute(problem.scale, (problem.a, problem.b), target), target)
 

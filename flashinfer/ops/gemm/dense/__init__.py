@@ -26,7 +26,7 @@ class Problem:
     rows : int
         M rounded up to 16, 32, 64 or 128; 256 for more.
     columns : int
-        Columns of a tile: 32, 64, 128 or 256, by `config.choose_split`.
+        Columns of a tile: 32, 64, 128 or 256, by `choose_split`.
     split : bool
         Whether K is split into slices.
     scales : int

@@ -1,12 +1,10 @@
-"""Configs of the dense GEMM, and the number of K slices."""
+"""Configs of the dense GEMM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from flashinfer._core.checks import torch_dtype
-from flashinfer.ops.gemm.operands import bucket
 from flashinfer.ops.gemm.slices import FEW_ROWS
 
 
@@ -66,39 +64,6 @@ class Config:
 def rows_of(p) -> int:
     """Rows of a tile: the problem's rows up to FEW_ROWS, else 128."""
     return p.rows if p.rows <= FEW_ROWS else 128
-
-
-@lru_cache(maxsize=4096)
-def choose_split(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> tuple[int, int]:
-    """Columns of a tile, `least` or more, and the number of K slices with the shortest estimated time.
-
-    The estimate is in microseconds, from measurements on an H100. A step of 128 bytes of K takes a tile of 128 x 128
-    0.3. Splitting K (store the sums, count, read them again) takes 4 where rows are few, else 6 and 0.033 for each
-    128 x 128 of partial sums.
-    """
-    rows = bucket(m)
-    steps = -(-k_bytes // 128)
-    found = []
-    for columns in (32, 64, 128) if rows <= FEW_ROWS else (128, 256):
-        if columns < least:
-            continue
-        tiles = batch * -(-m // min(rows, 128)) * -(-n // columns)
-        # A slice has at least four steps, which fill the pipeline. Tiles of 256 columns are for large problems, which
-        # need no split.
-        for slices in range(1, 2 if columns == 256 else min(max(steps // 4, 1), 16) + 1):
-            waves = -(-tiles * slices // sms)
-            if rows <= FEW_ROWS:
-                # Bounds by bytes: B from memory for the whole chip at 3 TB/s, and both operands into the busiest
-                # multiprocessor at 50 GB/s.
-                moved = tiles * columns * k_bytes / 3e6
-                time = max(moved, waves * steps / slices * 128 * (columns + rows / 2) / 5e4)
-            else:
-                time = waves * (steps / slices * {128: 0.3, 256: 0.52}[columns] + {128: 0.8, 256: 1.3}[columns])
-            if slices > 1:
-                time += 4 + 0.1 * slices if rows <= FEW_ROWS else 6 + 0.033 * tiles * slices
-            found.append((time, -columns, slices))
-    _, columns, slices = min(found)
-    return -columns, slices
 
 
 def sm90(p, target) -> Sm90Config:

@@ -11,40 +11,9 @@ Method: CUTLASS's persistent warp-specialised products, with split K by atomic c
 """
 
 from flashinfer._core.gluon_compat import gl, gluon
-from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, make_ring, sum_products
-from flashinfer.ops._device.sm90.store import make_staging, write_tile
-from flashinfer.ops.gemm._device.sm90_slices import Size, add_slices, produce, size_of
-
-
-@gluon.jit
-def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging):
-    """Consumer warpgroup WG: computes and writes its half of each tile. `tensors` and `sizes` are kernel arguments."""
-    out, bias, a_scale, b_scale, partial, arrived = tensors
-    M, N, out_entry, out_row = sizes
-    settings = ring.settings
-    WIDTH: gl.constexpr = settings.BLOCK_N // settings.B_PARTS
-    DEPTH: gl.constexpr = 256 // ring.a.dtype.primitive_bitwidth
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
-    step = 0
-    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
-        entry, tile_m, tile_n, index, tile, begin, end = size.place(work, settings.GROUP)
-        acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-        acc, step = sum_products(WG, ring, acc, step, begin, end)
-        # Loaded here and not before the loop over K, through which it would take a register.
-        factor = 1.0
-        if settings.SCALES > 0:
-            factor *= gl.load(a_scale)
-        if settings.SCALES > 1:
-            factor *= gl.load(b_scale)
-        row = tile_m * (settings.A_PARTS * ROWS) + settings.row_of(WG)
-        column = tile_n * settings.BLOCK_N + settings.column_of(WG)
-        to = out + entry.to(gl.int64) * out_entry
-        if settings.SPLIT:
-            last, acc = add_slices(acc, partial, arrived, tile * 2 + WG, index, size.slices, M - row)
-            if last:
-                write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, settings.BIAS)
-        else:
-            write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, settings.BIAS)
+from flashinfer.ops._device.sm90.mma import ROWS, Settings, make_ring
+from flashinfer.ops._device.sm90.store import make_staging
+from flashinfer.ops.gemm._device.sm90_slices import consume, produce, size_of
 
 
 @gluon.jit
@@ -75,8 +44,8 @@ def dense_sm90_kernel(
     sizes = (M, N, out_entry, out_row)
     gl.warp_specialize(
         [
-            (_consume, (gl.constexpr(0), tensors, sizes, ring, size, staging)),
-            (_consume, (gl.constexpr(1), tensors, sizes, ring, size, staging)),
+            (consume, (gl.constexpr(0), tensors, sizes, ring, size, staging)),
+            (consume, (gl.constexpr(1), tensors, sizes, ring, size, staging)),
             (produce, (a_map, b_map, ring, size)),
         ],
         [4, 1],

@@ -257,12 +257,13 @@ def _chunk(problem, tokens, log, where, state, out, scale, write):
         erase = k * padded(tokens.beta)
     elif tokens.beta is not None:
         beta = padded(tokens.beta.float().sigmoid() if problem.beta == "logit" else tokens.beta)
-    sums = torch.zeros(heads, CHUNK, 1, dtype=torch.float32, device=out.device)
+    sums = torch.zeros(heads, CHUNK, 1, dtype=torch.float64, device=out.device)
     if log is not None:
-        sums = padded(log).cumsum(1)
+        # In float64: behind tokens that forget, sums are large, and decays are made of their differences.
+        sums = padded(log).double().cumsum(1)
         sums = sums if problem.channels else sums[..., None]
     keys, queries = (_decayed_products(x, k, sums) for x in (erase, q))
-    since = sums.exp()
+    since = sums.exp().float()
     v = v if write is None else v * padded(write)
     values = v - (erase * since) @ state.mT
     lower = (keys * beta[..., None]).tril(-1)
@@ -270,22 +271,22 @@ def _chunk(problem, tokens, log, where, state, out, scale, write):
     o = (q * since) @ state.mT + queries.tril() @ change
     out[row, first:last] = (scale * o[:, : last - first]).transpose(0, 1).to(out.dtype)
     total = sums[:, -1:]
-    return state * total.exp() + change.mT @ (k * (total - sums).exp())
+    return state * total.exp().float() + change.mT @ (k * (total - sums).exp().float())
 
 
 def _decayed_products(x, k, sums):
     """x_i . k_j with the decay from j to i, for i no earlier than j."""
     if sums.shape[-1] == 1:
         gap = sums - sums.mT
-        return (x @ k.mT) * gap.tril().exp().tril()
+        return (x @ k.mT) * gap.tril().exp().float().tril()
     products = x.new_zeros(*x.shape[:2], k.shape[1])
     for i in range(0, x.shape[1], BLOCK):
         rows = slice(i, i + BLOCK)
         before = sums[:, i - 1 : i] if i else torch.zeros_like(sums[:, :1])
-        left = x[:, rows] * (sums[:, rows] - before).exp()
-        products[:, rows, :i] = left @ (k[:, :i] * (before - sums[:, :i]).exp()).mT
+        left = x[:, rows] * (sums[:, rows] - before).exp().float()
+        products[:, rows, :i] = left @ (k[:, :i] * (before - sums[:, :i]).exp().float()).mT
         gap = sums[:, rows, None] - sums[:, None, rows]
-        within = (x[:, rows, None] * k[:, None, rows] * gap.clamp(max=0).exp()).sum(-1)
+        within = (x[:, rows, None] * k[:, None, rows] * gap.clamp(max=0).exp().float()).sum(-1)
         products[:, rows, rows] = within
     return products
 

@@ -9,7 +9,8 @@ from flashinfer._core import target
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer._core.target import named
 from flashinfer.ops.gemm import dense as room
-from flashinfer.ops.gemm.dense import config
+from flashinfer.ops.gemm.operands import bucket
+from flashinfer.ops.gemm.slices import choose_split
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 
@@ -155,7 +156,7 @@ def test_k_slices(device, sms, dtype):
     a, b = generate.randn(20, 8200, dtype=FP16, device=device), generate.randn(48, 8200, dtype=FP16, device=device).T
     here = target.target_of(device)
     with target.override(target.Target(here.arch, sms, here.smem, here.l2)):
-        assert (config.choose_split(1, 20, 48, 8200 * 2, sms)[1] > 1) == (sms > 1)
+        assert (choose_split(1, 20, 48, 8200 * 2, sms)[1] > 1) == (sms > 1)
         outs = [gemm.mm_bf16(a, b, out_dtype=dtype, backend="portable") for _ in range(2)]
     assert_close(outs[0], peer(a, b, dtype), truth(a, b))
     assert_bitwise(*outs)
@@ -249,8 +250,8 @@ def test_choice():
 )
 def test_cut(m, n, k_bytes):
     """Most multiprocessors have work, or nothing more could be cut; a slice has a pipeline's worth of K."""
-    columns, slices = config.choose_split(1, m, n, k_bytes, 132)
-    rows = min(config.bucket(m), 128)
+    columns, slices = choose_split(1, m, n, k_bytes, 132)
+    rows = min(bucket(m), 128)
     works = -(-m // rows) * -(-n // columns) * slices
     assert slices == 1 or k_bytes // 128 // slices >= 4
     assert works >= 0.8 * 132 or (columns == 32 and works >= 0.4 * 132)
