@@ -31,7 +31,7 @@ def test_layers_over_processes(tmp_path, world):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4])
 def test_layers_over_processes_that_share_a_gpu(tmp_path, world):
-    processes.run(world, LAYERS, tmp_path, device="cuda:0")
+    processes.run(world, LAYERS, tmp_path, device="cuda:0", timeout=300)
 
 
 def given(kind, device, tokens=7, coded=False, clamp=None, **options):
