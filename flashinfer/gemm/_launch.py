@@ -14,7 +14,7 @@ from flashinfer.gemm._operands import choice_of, encoding_of
 from flashinfer.gemm.dense import multiply
 from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.ops.gemm import grouped as groups_room
-from flashinfer.ops.gemm.blockscaled.config import widens_first
+from flashinfer.ops.gemm.blockscaled.config import widens_first, widens_rows
 from flashinfer.ops.gemm.operands import PER_BYTE, bucket
 
 
@@ -57,12 +57,15 @@ def gemm(
         aligned=_aligned(a, b, out, K // width, (a_scale, a_layout), (b_scale, b_layout)),
         whole=K % 128 == 0,
     )
-    if backend == "auto" and K and widens_first(problem, a.shape[1], target_of(a.device)):
-        a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
-        of_codes = room.blockscaled(replace(problem, a="bf16", a_layout=""), a.device)
-        if of_codes.variant.name == "sm90_widened":
-            of_codes.run(a, b, None, b_scale, alpha, out)
+    target = target_of(a.device)
+    if backend == "auto" and K and widens_rows(problem, a.shape[1], b.shape[0] * b.shape[1] * K, target):
+        choice = room.blockscaled(replace(problem, a="bf16", a_layout=""), a.device)
+        if choice.variant.name == "sm90_widened":
+            a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
+            choice.run(a, b, None, b_scale, alpha, out)
             return
+    if backend == "auto" and K and widens_first(problem, a.shape[1], target):
+        a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
         # Rows of a shuffled weight are put in order on the way.
         wide = _widened(problem, b, b_scale, problem.b, b_layout, shuffled)
         if alpha is not None and problem.alpha == "rows":

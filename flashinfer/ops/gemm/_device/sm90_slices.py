@@ -58,18 +58,18 @@ def produce(a_map, b_map, ring: Ring, size: Size):
 
 
 @gluon.jit
-def add_slices(acc, partial, arrived, slot, index, slices, height):
+def add_slices(acc, partial, arrived, slot, index, slices, height, ROOM: gl.constexpr = 16384):
     """Store a K slice's sums. The caller that stores the last of a tile's slices gets (True, the sum of all slices in
     order), the others (False, acc).
 
     `slot` is the tile's index in `partial` [slots, slices, rows, columns] and in `arrived` [slots], the counters, which
-    are 0 before and after. Only the first `height` rows are stored.
+    are 0 before and after. Only the first `height` rows are stored. ROOM : sums that registers hold beside `acc`.
     """
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = acc.type.layout
-    # Slices loaded at once: as many as take 128 registers a thread. Each group of loads costs one L2 latency.
-    AT_ONCE: gl.constexpr = min(16384 // (M * N), 8)
+    # Slices loaded at once. Each group of loads costs one L2 latency.
+    AT_ONCE: gl.constexpr = min(ROOM // (M * N), 8)
     rows = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
     stored = (rows < height)[:, None]
@@ -100,6 +100,8 @@ def consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging, W
     M, N, out_entry, out_row = sizes
     settings = ring.settings
     WIDTH: gl.constexpr = settings.BLOCK_N // settings.B_PARTS
+    # Two warpgroups that write B leave 128 registers a thread on average.
+    ROOM: gl.constexpr = 8192 if WRITTEN and settings.B_PARTS == 2 else 16384
     DEPTH: gl.constexpr = 256 // ring.a.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
     step = 0
@@ -117,7 +119,7 @@ def consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging, W
         column = tile_n * settings.BLOCK_N + settings.column_of(WG)
         to = out + entry.to(gl.int64) * out_entry
         if settings.SPLIT:
-            last, acc = add_slices(acc, partial, arrived, tile * 2 + WG, index, size.slices, M - row)
+            last, acc = add_slices(acc, partial, arrived, tile * 2 + WG, index, size.slices, M - row, ROOM)
             if last:
                 write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, settings.BIAS)
         else:

@@ -123,6 +123,7 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 256, alpha="one", b_layout="128x4")
     yield Problem("bf16", "e2m1", "ue8m0", 32, "fp32", 256, b_layout="8x4", shuffled=True)
     yield Problem("bf16", "fp8e4nv", "ue8m0", 32, "bf16", 256, b_layout="128x4")
+    yield Problem("bf16", "fp8e4nv", "ue8m0", 32, "bf16", 64, b_layout="128x4")
     yield Problem("bf16", "fp8e5", "ue8m0", 32, "fp16", 256, b_layout="linear")
     yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 16, alpha="rows", a_layout="128x4", b_layout="128x4")
     yield Problem("e2m1", "fp8e5", "ue8m0", 32, "fp32", 16, a_layout="128x4", b_layout="128x4")

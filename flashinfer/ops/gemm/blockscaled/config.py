@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashinfer.ops.gemm import tiles
+from flashinfer.ops.gemm.slices import FEW_ROWS
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,37 @@ class Sm90Widened:
 
     Attributes
     ----------
-    block_n : int
-        Columns of a tile, 128 or 256; it has 128 rows, and 64 of K.
+    block_m, block_n : int
+        The tile: 64 x 128, 128 x 128 or 128 x 256, and 64 of K.
     stages : int
         Tiles of A and B in the shared memory ring.
+    box : int
+        Rows of A that one TMA copy loads.
+    lead : int
+        Blocks of K whose codes are in flight while one is widened.
     group : int
         Tiles along M that are computed before the next column of tiles, so that operands stay in the L2 cache.
     registers, copy_registers : int
         Registers of a thread: in the consumer warpgroups, and in the producer's.
     """
 
+    block_m: int
     block_n: int
     stages: int
+    box: int
+    lead: int
     group: int
     registers: int
     copy_registers: int
 
 
 def sm90_widened(problem, target) -> Sm90Widened:
-    # As many stages as 227 KiB hold beside the output staging buffer of 32 KiB.
-    return Sm90Widened(block_n=128, stages=6, group=16, registers=200, copy_registers=112)
+    # As many stages as 227 KiB hold beside the output staging buffer.
+    if problem.tokens > FEW_ROWS:
+        return Sm90Widened(128, 128, stages=6, box=64, lead=1, group=16, registers=200, copy_registers=112)
+    # Bound by memory: two producers have 32 KiB of codes in flight.
+    lead = 8 if problem.b == "e2m1" else 4
+    return Sm90Widened(64, 128, 8, problem.tokens, lead, group=16, registers=128, copy_registers=128)
 
 
 def refuses_sm90_widened(problem, target) -> str:
@@ -59,9 +71,6 @@ def refuses_sm90_widened(problem, target) -> str:
         return f"wgmma is compute capability 9.0's, and this is {target.arch}"
     if problem.a != "bf16" or problem.scale == "fp32":
         return f"{problem.a} with {problem.scale} scales: it takes bfloat16 and codes with factors"
-    if problem.tokens <= 128:
-        # Each tile widens 256 columns for 128 rows; with fewer rows a program of the portable kernel has less to do.
-        return "few tokens: the portable kernel's tiles have fewer rows"
     if problem.alpha == "rows":
         return "an alpha for each row"
     return "" if problem.aligned and problem.whole else "rows that are not whole blocks of 128 of K, 16 bytes at a time"
@@ -95,6 +104,16 @@ def widens_first(problem, tokens: int, target) -> bool:
     if problem.scale == "fp32" or tiles.compute(problem.scale, (problem.a, problem.b), target) != "bf16":
         return False
     return tokens >= (129 if target.capability == 90 else 512)
+
+
+def widens_rows(problem, tokens: int, weights: int, target) -> bool:
+    """Whether rows become bfloat16, where they are not, for the Hopper kernel that widens the weights by itself.
+
+    weights : elements of b. Rows of codes take a launch of their own, which costs more than it gains for few rows and
+    weights.
+    """
+    few = tokens <= 128 and weights < 1 << 24 and problem.a != "bf16"
+    return problem.scale != "fp32" and target.capability == 90 and not few
 
 
 def splits(count: int, blocks: int, sms: int) -> int:

@@ -14,13 +14,17 @@ from flashinfer.ops import layouts
 from flashinfer.ops.gemm.blockscaled.sm90_widened_kernel import widened_sm90_kernel
 from flashinfer.ops.gemm.slices import choose_split, scratch
 
-_A_BOX = (1, 64, 64)
+
+
+def _box(c) -> tuple[int, ...]:
+    """The TMA box of A."""
+    return 1, c.box, 64
 
 
 def build(p, c) -> Build:
     step = "i64:4" if p.out == "fp32" else "i64:8"
     types = {
-        "a_map": tensordesc("bf16", _A_BOX),
+        "a_map": tensordesc("bf16", _box(c)),
         "b.at": "*u8:16",
         **dict.fromkeys(("b.entry", "b.row"), "i64:16"),
         "b_scale.at": "*u8:4",
@@ -37,8 +41,8 @@ def build(p, c) -> Build:
         **dict.fromkeys(("K", "batch", "slices"), "i32"),
     }
     constants = dict(
-        BLOCK_N=c.block_n, STAGES=c.stages, GROUP=c.group, REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers,
-        FORMAT=p.b, SCALE=p.scale, WIDTH=p.width, FACTOR_LAYOUT=p.b_layout, SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, BOX=c.box, GROUP=c.group, LEAD=c.lead,
+        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, FORMAT=p.b, SCALE=p.scale, WIDTH=p.width, FACTOR_LAYOUT=p.b_layout, SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
     )  # fmt: skip
     return Build(widened_sm90_kernel, types, constants, num_warps=4)
 
@@ -54,23 +58,26 @@ def _wide(c):
 def kernels(p, c):
     """(launcher, problem, config) of each kernel that may run for a problem, for compiling ahead."""
     yield widened_sm90, p, c
-    yield widened_sm90, p, _wide(c)
+    if c.block_m == 128:
+        yield widened_sm90, p, _wide(c)
 
 
 def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
     """slices : the number of K slices; 0 for the number that is estimated as fastest."""
     batch, m, n = out.shape
     k = a.shape[2]
-    columns, chosen = choose_split(batch, m, n, 2 * k, target_of(out.device).sms)
+    # By the bytes of a row of B where it is read as codes, and by those of a row of A where products take longer.
+    k_bytes = b.shape[2] * b.element_size() + k // p.width if c.block_m == 64 else 2 * k
+    columns, chosen = choose_split(batch, m, n, k_bytes, target_of(out.device).sms, 128)
     slices = slices or chosen
     c = _wide(c) if columns == 256 and slices == 1 else c
-    tiles = batch * -(-m // 128) * -(-n // c.block_n)
+    tiles = batch * -(-m // c.block_m) * -(-n // c.block_n)
     partial = arrived = None
     if c.block_n < 256:
-        partial, arrived = scratch(out.device, tiles * slices * 128 * c.block_n, 2 * tiles)
+        partial, arrived = scratch(out.device, tiles * slices * c.block_m * c.block_n, 2 * tiles)
     blocks = layouts.padded(1, k // p.width, p.b_layout)[1]
     widened_sm90(
-        p, c, (min(target_of(out.device).sms, tiles * slices), 1, 1), TensorMap(a, _A_BOX), b.view(torch.uint8),
+        p, c, (min(target_of(out.device).sms, tiles * slices), 1, 1), TensorMap(a, _box(c)), b.view(torch.uint8),
         *b.stride()[:2], b_scale, b_scale.stride(0), blocks, out, *out.stride()[:2], alpha, partial, arrived, m, n, k,
         batch, slices,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """out = alpha * A B^T on Hopper for A in bfloat16 and B in codes with factors, which are widened on their way to wgmma.
 
 Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, as of
-dense products; one producer warpgroup, which issues the copies of A and widens B: it loads codes and factors of a block
-of K into registers one block ahead, and stores codes times factors, bfloat16, in the swizzled tile that wgmma reads.
-Shared memory: the ring of tiles, and a staging buffer for 16-bit output.
+dense products; a producer warpgroup for each tile of B in a stage, the first of which issues the copies of A. Producers
+widen B: they load codes and factors into registers LEAD blocks of K ahead, and store codes times factors, bfloat16, in
+the swizzled tile that wgmma reads. Shared memory: the ring of tiles, and a staging buffer for 16-bit output.
 
 Inputs: a [batch, m, k], b [batch, n, k] in e2m1, e4m3 or e5m2, b_scale: flat factors of b. K is a multiple of 128.
 Outputs: out [batch, m, n]. Method: OCP Microscaling Formats (MX) Specification 1.0, 2023.
@@ -202,10 +202,10 @@ def _load_words(base, offsets, k, WORDS: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    a_map, b, b_scale, sizes, ring: Ring, size: Size, FORMAT: gl.constexpr, SCALE: gl.constexpr, WIDTH: gl.constexpr,
-    FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr,
+    PRODUCER: gl.constexpr, a_map, b, b_scale, sizes, ring: Ring, size: Size, FORMAT: gl.constexpr,
+    SCALE: gl.constexpr, WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
-    """Producer warpgroup: copies A and widens B of each work item, one block of K after another."""
+    """Producer warpgroup: widens its part of B of each work item, one block of K after another; the first copies A."""
     M, N, K, out_entry, out_row = sizes
     settings = ring.settings
     WORDS: gl.constexpr = _words(FORMAT, settings.BLOCK_K)
@@ -215,7 +215,8 @@ def _produce(
     OF_FACTORS: gl.constexpr = gl.SliceLayout(2, BY_FACTORS)
     # Rows of B that the warpgroup widens at once: four words of a thread.
     AT_ONCE: gl.constexpr = 512 // WORDS
-    PARTS: gl.constexpr = settings.BLOCK_N // settings.B_PARTS // AT_ONCE
+    PART_N: gl.constexpr = settings.BLOCK_N // settings.B_PARTS
+    PARTS: gl.constexpr = PART_N // AT_ONCE
     SIZE: gl.constexpr = settings.A_PARTS * settings.BOX * settings.BLOCK_K * 2
     NEXT: gl.constexpr = _next_word(FACTOR_LAYOUT)
     rows = gl.arange(0, AT_ONCE, gl.SliceLayout(1, _by_words(WORDS)))
@@ -234,25 +235,34 @@ def _produce(
         found = ()
         for i in gl.static_range(PARTS):
             # Rows past the last one are read as the last one; their results are not written.
-            of_part = gl.minimum(column + i * AT_ONCE + rows, N - 1)
-            offsets += ((_stored(of_part, SHUFFLED) - column) * b.row.to(gl.int32),)
-            of_part = gl.minimum(column + i * AT_ONCE + factor_rows, N - 1)
-            first_words += (_first_word(_stored(of_part, SHUFFLED), b_scale.blocks, FACTOR_LAYOUT),)
-        for i in gl.static_range(PARTS):
-            words += (_load_words(codes, offsets[i], begin * (4 * WORDS), WORDS),)
-            found += (gl.load(factors + first_words[i] + begin // IN_WORD * NEXT),)
-        for block in range(begin, end):
-            after = gl.minimum(block + 1, end - 1)
-            stage, full = ring.channel.expect(step, SIZE)
-            for part in gl.static_range(settings.A_PARTS):
-                to = ring.a.index(stage * settings.A_PARTS + part)
-                tma_load(a_map, [entry, row + part * ROWS, block * settings.BLOCK_K], full, to)
+            first = column + PRODUCER * PART_N + i * AT_ONCE
+            of_part = _stored(gl.minimum(first + rows, N - 1), SHUFFLED)
+            offsets += ((of_part - column) * b.row.to(gl.int32),)
+            of_part = _stored(gl.minimum(first + factor_rows, N - 1), SHUFFLED)
+            first_words += (_first_word(of_part, b_scale.blocks, FACTOR_LAYOUT),)
+        for ahead in gl.static_range(LEAD):
+            block = gl.minimum(begin + ahead, end - 1)
             for i in gl.static_range(PARTS):
-                # The next block's codes are in flight while this one's are stored.
+                words += (_load_words(codes, offsets[i], block * (4 * WORDS), WORDS),)
+                found += (gl.load(factors + first_words[i] + block // IN_WORD * NEXT),)
+        for block in range(begin, end):
+            if PRODUCER == 0:
+                stage, full = ring.channel.expect(step, SIZE)
+                for part in gl.static_range(settings.A_PARTS):
+                    to = ring.a.index(stage * settings.A_PARTS + part)
+                    if settings.BOX < ROWS:
+                        to = to.slice(0, settings.BOX, dim=0)
+                    tma_load(a_map, [entry, row + part * ROWS, block * settings.BLOCK_K], full, to)
+            else:
+                stage = ring.channel.acquire(step)
+            # The codes of LEAD blocks are in flight while this one's are stored.
+            after = gl.minimum(block + LEAD, end - 1)
+            for i in gl.static_range(PARTS):
                 words += (_load_words(codes, offsets[i], after * (4 * WORDS), WORDS),)
                 pairs = _factor_pairs(found[0], block, SCALE, FACTORS, OF_FACTORS)
                 found = found[1:] + (gl.load(factors + first_words[i] + after // IN_WORD * NEXT),)
-                _store(ring.b.index(stage), i * AT_ONCE, words[0], pairs, FORMAT, BY_FACTORS)
+                tile_of_b = ring.b.index(stage * settings.B_PARTS + PRODUCER)
+                _store(tile_of_b, i * AT_ONCE, words[0], pairs, FORMAT, BY_FACTORS)
                 words = words[1:]
             # Consumers execute the fence that orders these stores before wgmma's reads.
             block_barrier()
@@ -263,19 +273,23 @@ def _produce(
 @gluon.jit
 def widened_sm90_kernel(
     a_map, b, b_scale, out, alpha, partial, arrived, M, N, K, batch, slices,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr, WIDTH: gl.constexpr,
-    FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, GROUP: gl.constexpr,
+    LEAD: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr,
+    SCALE: gl.constexpr, WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr,
+    ALPHA: gl.constexpr,
 ):  # fmt: skip
     """a_map is of [batch, m, k]. `partial` has room for 2 * tiles * slices warpgroup tiles, and `arrived` 2 * tiles
     counters, all 0."""
     OUT: gl.constexpr = out.rows.dtype.element_ty
+    A_PARTS: gl.constexpr = BLOCK_M // ROWS
+    # For few rows the consumers have half of the columns each, and a producer for each half.
+    B_PARTS: gl.constexpr = 3 - A_PARTS
     settings = Settings(
-        BLOCK_N=BLOCK_N, BLOCK_K=64, STAGES=STAGES, A_PARTS=2, B_PARTS=1, BOX=64, GROUP=GROUP, B_MAJOR="k",
-        SPLIT=BLOCK_N < 256, SCALES=1 if ALPHA else 0, BIAS=False, UNROLL=1,
+        BLOCK_N=BLOCK_N, BLOCK_K=64, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=BOX, GROUP=GROUP,
+        B_MAJOR="k", SPLIT=BLOCK_N < 256, SCALES=1 if ALPHA else 0, BIAS=False, UNROLL=1,
     )  # fmt: skip
-    ring = make_ring(gl.bfloat16, settings, 2)
-    staging = make_staging(OUT, 128)
+    ring = make_ring(gl.bfloat16, settings, 1 + B_PARTS)
+    staging = make_staging(OUT, min(BLOCK_N // B_PARTS, 128))
     size = size_of(M, N, K, batch, slices, settings)
     tensors = (out.rows, alpha, alpha, alpha, partial, arrived)
     sizes = (M, N, K, out.entry, out.row)
@@ -285,16 +299,38 @@ def widened_sm90_kernel(
     WIDTH_ARG: gl.constexpr = gl.constexpr(WIDTH)
     LAYOUT_ARG: gl.constexpr = gl.constexpr(FACTOR_LAYOUT)
     SHUFFLED_ARG: gl.constexpr = gl.constexpr(SHUFFLED)
+    LEAD_ARG: gl.constexpr = gl.constexpr(LEAD)
     WRITTEN: gl.constexpr = gl.constexpr(True)
-    gl.warp_specialize(
-        [
-            (consume, (gl.constexpr(0), tensors, consumed, ring, size, staging, WRITTEN)),
-            (consume, (gl.constexpr(1), tensors, consumed, ring, size, staging, WRITTEN)),
-            (
-                _produce,
-                (a_map, b, b_scale, sizes, ring, size, FORMAT_ARG, SCALE_ARG, WIDTH_ARG, LAYOUT_ARG, SHUFFLED_ARG),
-            ),
-        ],
-        [4, 4],
-        [REGISTERS, COPY_REGISTERS],
-    )  # fmt: skip
+    if B_PARTS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (gl.constexpr(0), tensors, consumed, ring, size, staging, WRITTEN)),
+                (consume, (gl.constexpr(1), tensors, consumed, ring, size, staging, WRITTEN)),
+                (
+                    _produce,
+                    (gl.constexpr(0), a_map, b, b_scale, sizes, ring, size, FORMAT_ARG, SCALE_ARG, WIDTH_ARG,
+                     LAYOUT_ARG, SHUFFLED_ARG, LEAD_ARG),
+                ),
+            ],
+            [4, 4],
+            [REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (gl.constexpr(0), tensors, consumed, ring, size, staging, WRITTEN)),
+                (consume, (gl.constexpr(1), tensors, consumed, ring, size, staging, WRITTEN)),
+                (
+                    _produce,
+                    (gl.constexpr(0), a_map, b, b_scale, sizes, ring, size, FORMAT_ARG, SCALE_ARG, WIDTH_ARG,
+                     LAYOUT_ARG, SHUFFLED_ARG, LEAD_ARG),
+                ),
+                (
+                    _produce,
+                    (gl.constexpr(1), a_map, b, b_scale, sizes, ring, size, FORMAT_ARG, SCALE_ARG, WIDTH_ARG,
+                     LAYOUT_ARG, SHUFFLED_ARG, LEAD_ARG),
+                ),
+            ],
+            [4, 4, 4],
+            [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashinfer.ops.gemm.blockscaled import Problem, blockscaled
+from flashinfer.ops.gemm.operands import bucket
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
 from tests.ops.gemm import scaled
@@ -18,22 +19,25 @@ FORMATS = {"nvfp4": ("e2m1", "ue4m3", 16), "mxfp4": ("e2m1", "ue8m0", 32), "mxfp
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["128x4", "8x4", "linear"])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("m, n, k", [(130, 264, 128), (300, 648, 1152), (512, 1032, 4096)])
+@pytest.mark.parametrize("m, n, k", [(1, 136, 1024), (33, 264, 256), (100, 264, 384), (130, 264, 128), (300, 648, 1152), (512, 1032, 4096)])
 def test_shapes(device, m, n, k, name, layout):
     check(device, m, n, k, name, layout)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("slices", [1, 3])
-def test_shuffled_weights_and_slices(device, name, slices):
-    check(device, 200, 256, 640, name, shuffled=True, alpha=3.0, slices=slices, out_dtype=torch.float32)
+@pytest.mark.parametrize("m, slices", [(200, 1), (200, 3), (5, 1), (64, 4), (17, 2)])
+def test_shuffled_weights_and_slices(device, name, m, slices):
+    check(device, m, 256, 640, name, shuffled=True, alpha=3.0, slices=slices, out_dtype=torch.float32)
 
 
 @pytest.mark.gpu
 def test_large(device):
     check(device, 4096, 7168, 2048, "nvfp4", alpha=0.5)
     check(device, 1000, 2056, 7168, "mxfp8", batch=1)
+    for m in (1, 16, 40):
+        check(device, m, 7168, 16384, "nvfp4", alpha=0.5, batch=1)
+        check(device, m, 2056, 7168, "mxfp8", batch=1)
 
 
 def check(device, m, n, k, name, layout="128x4", batch=2, shuffled=False, alpha=None, out_dtype=BF16, slices=0):
@@ -47,11 +51,11 @@ def check(device, m, n, k, name, layout="128x4", batch=2, shuffled=False, alpha=
     a = generate.randn(batch, m, k + 8, device=device).to(BF16)[:, :, :k]
     encoding = {"e2m1": "e2m1", "e4m3": "fp8e4nv", "e5m2": "fp8e5"}[element]
     out_name = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[out_dtype]
-    problem = Problem("bf16", encoding, factor, width, out_name, 256, b_layout=layout, shuffled=shuffled,
+    problem = Problem("bf16", encoding, factor, width, out_name, bucket(m), b_layout=layout, shuffled=shuffled,
                       alpha="one" if alpha else "")  # fmt: skip
     choice = blockscaled(problem, device)
     assert choice.variant.name == "sm90_widened"
-    for changed in (dict(tokens=128), dict(alpha="rows"), dict(whole=False), dict(aligned=False)):
+    for changed in (dict(alpha="rows"), dict(whole=False), dict(aligned=False)):
         assert blockscaled(replace(problem, **changed), device).variant.name != "sm90_widened"
     guard = generate.Guarded((batch, m, n), out_dtype, device)
     given = None if alpha is None else torch.tensor([alpha], device=device)
