@@ -59,7 +59,7 @@ class Sm90Widened:
 def sm90_widened(problem, target) -> Sm90Widened:
     # As many stages as 227 KiB hold beside the output staging buffer.
     if problem.tokens > FEW_ROWS:
-        return Sm90Widened(128, 128, stages=6, box=64, lead=1, group=16, registers=200, copy_registers=112)
+        return Sm90Widened(128, 128, stages=6, box=64, lead=2, group=16, registers=184, copy_registers=144)
     # Bound by memory: two producers have 32 KiB of codes in flight.
     lead = 8 if problem.b == "e2m1" else 4
     return Sm90Widened(64, 128, 8, problem.tokens, lead, group=16, registers=128, copy_registers=128)

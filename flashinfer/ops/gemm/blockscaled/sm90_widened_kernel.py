@@ -245,29 +245,33 @@ def _produce(
             for i in gl.static_range(PARTS):
                 words += (_load_words(codes, offsets[i], block * (4 * WORDS), WORDS),)
                 found += (gl.load(factors + first_words[i] + block // IN_WORD * NEXT),)
-        for block in range(begin, end):
-            if PRODUCER == 0:
-                stage, full = ring.channel.expect(step, SIZE)
-                for part in gl.static_range(settings.A_PARTS):
-                    to = ring.a.index(stage * settings.A_PARTS + part)
-                    if settings.BOX < ROWS:
-                        to = to.slice(0, settings.BOX, dim=0)
-                    tma_load(a_map, [entry, row + part * ROWS, block * settings.BLOCK_K], full, to)
-            else:
-                stage = ring.channel.acquire(step)
-            # The codes of LEAD blocks are in flight while this one's are stored.
-            after = gl.minimum(block + LEAD, end - 1)
-            for i in gl.static_range(PARTS):
-                words += (_load_words(codes, offsets[i], after * (4 * WORDS), WORDS),)
-                pairs = _factor_pairs(found[0], block, SCALE, FACTORS, OF_FACTORS)
-                found = found[1:] + (gl.load(factors + first_words[i] + after // IN_WORD * NEXT),)
-                tile_of_b = ring.b.index(stage * settings.B_PARTS + PRODUCER)
-                _store(tile_of_b, i * AT_ONCE, words[0], pairs, FORMAT, BY_FACTORS)
-                words = words[1:]
-            # Consumers execute the fence that orders these stores before wgmma's reads.
-            block_barrier()
-            ring.channel.commit(step)
-            step += 1
+        for first in range(begin, end, LEAD):
+            for ahead in gl.static_range(LEAD):
+                block = first + ahead
+                if block < end:
+                    if PRODUCER == 0:
+                        stage, full = ring.channel.expect(step, SIZE)
+                        for part in gl.static_range(settings.A_PARTS):
+                            to = ring.a.index(stage * settings.A_PARTS + part)
+                            if settings.BOX < ROWS:
+                                to = to.slice(0, settings.BOX, dim=0)
+                            tma_load(a_map, [entry, row + part * ROWS, block * settings.BLOCK_K], full, to)
+                    else:
+                        stage = ring.channel.acquire(step)
+                    after = gl.minimum(block + LEAD, end - 1)
+                    for i in gl.static_range(PARTS):
+                        pairs = _factor_pairs(found[ahead * PARTS + i], block, SCALE, FACTORS, OF_FACTORS)
+                        tile_of_b = ring.b.index(stage * settings.B_PARTS + PRODUCER)
+                        _store(tile_of_b, i * AT_ONCE, words[ahead * PARTS + i], pairs, FORMAT, BY_FACTORS)
+                        # Into the same registers: moving what is in flight would wait for it.
+                        next_words = _load_words(codes, offsets[i], after * (4 * WORDS), WORDS)
+                        next_found = gl.load(factors + first_words[i] + after // IN_WORD * NEXT)
+                        words = words[: ahead * PARTS + i] + (next_words,) + words[ahead * PARTS + i + 1 :]
+                        found = found[: ahead * PARTS + i] + (next_found,) + found[ahead * PARTS + i + 1 :]
+                    # Consumers execute the fence that orders these stores before wgmma's reads.
+                    block_barrier()
+                    ring.channel.commit(step)
+                    step += 1
 
 
 @gluon.jit
