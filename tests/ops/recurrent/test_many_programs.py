@@ -12,6 +12,8 @@ from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
 from flashinfer.mamba import selective_state_update
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise
+from tests.ops.recurrent.delta import test_delta, test_kda
+from tests.ops.recurrent.ssm import test_replay
 
 BF16 = torch.bfloat16
 HEADS, ROWS, COLUMNS = 2, 32, 128
@@ -107,3 +109,21 @@ def test_of_more_state_spaces_than_an_axis_holds(device, monkeypatch):
 
     for last, together in zip(step(slice(n - 3, n)), step(slice(0, n)), strict=True):
         assert_bitwise(together[-3:].contiguous(), last)
+
+
+@pytest.mark.parametrize(("room", "most"), [("tree", 3), ("commit", 4), ("replay", 2)])
+def test_requests_past_an_axis(room, most, device, monkeypatch):
+    """Four, six and three requests, with what is packed outside of all, on a grid whose axis holds `most` of them."""
+    from triton import language as tl
+
+    from flashinfer.ops.recurrent._device import sequences
+
+    if device.type != "cuda":
+        monkeypatch.setattr(sequences, "MOST", tl.constexpr(most))
+    if room == "tree":
+        test_kda.test_a_tree("portable", device, "caches", packed=True, lower=-5.0)
+    elif room == "commit":
+        test_delta.test_replay("portable", device, normalize=True)
+    else:
+        monkeypatch.setattr(Op, "__call__", partialmethod(Op.__call__, backend="portable"))
+        test_replay.test_steps_of_speculative_decoding("portable", device, packed=True)
