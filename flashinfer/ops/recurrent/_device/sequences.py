@@ -1,7 +1,28 @@
-"""The tokens of a sequence, in rows or packed, and the slot of its state."""
+"""The programs of a sequence, its tokens, in rows or packed, and the slot of its state."""
 
 import triton
 import triton.language as tl
+
+# Programs along the second axis of a grid, at most.
+MOST = tl.constexpr(65535)
+
+
+def states_grid(sequences: int, heads: int, blocks: int) -> tuple[int, int, int]:
+    """A program for each block of rows of each head of each sequence, in the order of states in memory.
+
+    Programs start in the order of the grid, so those that run at a time read and write memory side by side. Behind the
+    last sequence there may be programs without one.
+    """
+    most = MOST.value
+    return blocks * heads, min(sequences, most), -(-sequences // most)
+
+
+@triton.jit
+def program_of(BLOCKS: tl.constexpr):
+    """Sequence, head and block of this program of `states_grid`."""
+    n = tl.program_id(1) + tl.program_id(2) * MOST
+    return n, tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Applies the accepted tokens of replay windows to the states of all layers, in Triton.
 
-Grid: (sequences, heads x blocks of values, layers). A program has ROWS values of one head's state, [ROWS, K] float32,
-in registers: each state is read once and written once, however many tokens were accepted.
+Grid: `states_grid` of the sequences of all layers. A program has ROWS values of one head's state, [ROWS, K] float32, in
+registers: each state is read once and written once, however many tokens were accepted.
 Warps: all share a program's state. Shared memory: sums.
 Inputs: raw keys and values, decays and beta of `Window`, slots and counts of `Accepted`. Outputs: states
 [slots, heads, V, K], in place.
@@ -14,6 +14,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import unit_length
+from flashinfer.ops.recurrent._device.sequences import program_of, states_grid
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
 
@@ -38,14 +39,15 @@ def commit_kernel(
     of,
     NORMALIZE: tl.constexpr,
     STATE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):
-    n = tl.program_id(0)
-    head = tl.program_id(1) // of.blocks
-    row = tl.program_id(1) % of.blocks * ROWS + tl.arange(0, ROWS)
-    layer = tl.program_id(2).to(tl.int64)
+    place, head, block = program_of(BLOCKS)
+    n = place % of.sequences
+    layer = (place // of.sequences).to(tl.int64)
+    row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, KEYS)
     in_rows = row < of.value_dim
     in_columns = column < of.key_dim
@@ -53,7 +55,7 @@ def commit_kernel(
     kh = head // of.k_group
     slot = tl.load(slots + n).to(tl.int64)
     length = tl.load(lengths + n).to(tl.int32)
-    if (slot > of.null) & (length > 0):
+    if (layer < of.layers) & (slot > of.null) & (length > 0):
         here = state_offsets(row, column, state_by.row, 1, "k") + head * state_by.head + layer * state_by.layer
         s = load_state(state + here + slot * state_by.slot, inside, STATE, CAPABILITY)
         track = tl.full([], -1, tl.int64)
@@ -95,11 +97,12 @@ def _build(problem, config):
     places = {"state_by": ("layer", "slot", "head", "row")} | {f"{name}_by": ("layer", "slot") for name in _WINDOWS}
     units = {"state_by": problem.state_dtype, "v_by": problem.dtype, "k_by": problem.dtype}
     types |= place_types(places, units if problem.aligned else {})
-    sizes = ("blocks", "tokens", "key_dim", "value_dim", "k_group", "null")
+    sizes = ("layers", "sequences", "tokens", "key_dim", "value_dim", "k_group", "null")
     types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
     constants = {name: None for name, kind in kinds.items() if not kind} | {
         "NORMALIZE": problem.normalize,
         "STATE": problem.state_dtype,
+        "BLOCKS": triton.cdiv(problem.value_dim, config.rows),
         "ROWS": config.rows,
         "KEYS": power_of_two(problem.key_dim, 16),
         "CAPABILITY": config.capability,
@@ -113,10 +116,10 @@ launch_commit = Launcher("delta_commit", _build)
 def commit(problem, config, state, window, accepted):
     """Apply accepted tokens to the states [layers, slots, heads, V, K]."""
     layers, _, heads, values, keys = state.shape
-    blocks = triton.cdiv(values, config.rows)
+    sequences = accepted.slots.shape[0]
     present = [state, *window, accepted.slots, accepted.lengths]
     present += [x for x in (accepted.path, accepted.track_slots, accepted.track_steps) if x is not None]
     places = [*strides(state, (0, 1, 2, 3)), *(s for x in window for s in strides(x, (0, 1)))]
-    sizes = blocks, window.v.shape[3], keys, values, heads // window.k.shape[2], accepted.null
-    grid = (accepted.slots.shape[0], heads * blocks, layers)
+    sizes = layers, sequences, window.v.shape[3], keys, values, heads // window.k.shape[2], accepted.null
+    grid = states_grid(layers * sequences, heads, triton.cdiv(values, config.rows))
     launch_commit(problem, config, grid, *map(raw, present), *places, *sizes)

@@ -1,8 +1,8 @@
 """The gated delta rule token by token, in Triton: decode, and verification of draft tokens in a chain.
 
-Grid: (sequences, heads, blocks of values), with one more sequence for packed tokens outside of all sequences. A program
-has ROWS values of one head's state, [ROWS, K] float32, in registers, and processes the sequence's tokens in order. The
-state is read once and written once; this traffic bounds the kernel.
+Grid: `states_grid`, with one more sequence for packed tokens outside of all sequences. A program has ROWS values of one
+head's state, [ROWS, K] float32, in registers, and processes the sequence's tokens in order. The state is read once and
+written once; this traffic bounds the kernel.
 Warps: all share a program's state. Shared memory: sums.
 Inputs: q, k [rows, tokens, heads, K], v, gate, beta, states [slots, heads, V, K], tables of slots. Outputs: like v,
 states, and `Kept`.
@@ -17,7 +17,9 @@ from flashinfer._core.sizes import power_of_two
 from flashinfer._core.target import target_of
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
-from flashinfer.ops.recurrent._device.sequences import head_of, slot_of, span_of, zero_tokens
+from flashinfer.ops.recurrent._device.sequences import (
+    head_of, program_of, slot_of, span_of, states_grid, zero_tokens,
+)  # fmt: skip
 from flashinfer.ops.recurrent._device.states import load_state, store_state, tile_offsets
 from flashinfer.ops.recurrent.delta.config import with_many
 from flashinfer.ops.recurrent.delta.keep import keep_token
@@ -62,9 +64,7 @@ def step_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    n = tl.program_id(0)
-    head = tl.program_id(1)
-    block = tl.program_id(2)
+    n, head, block = program_of(pool.BLOCKS)
     row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, KEYS)
     in_rows = row < of.value_dim
@@ -194,7 +194,7 @@ def step_kernel(
                     raw_beta = next_beta
         if pool.FINAL and slots.stop is None:
             store_state(pool.state + write_at, s, inside & (write_slot > of.null), pool.STATE, CAPABILITY)
-    else:
+    elif is_sequence:
         zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
 
@@ -277,6 +277,7 @@ def _build(problem, config):
         "NORMALIZE": problem.normalize,
         "pool.LAYOUT": problem.layout,
         "pool.DENSE": problem.dense,
+        "pool.BLOCKS": triton.cdiv(problem.value_dim, config.rows),
         "SINGLE": problem.single,
         "pool.EACH": problem.each,
         "pool.FINAL": problem.final,
@@ -326,5 +327,5 @@ def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None)
     many = with_many(problem, config)
     if many is not None and n * heads * triton.cdiv(values, config.rows) > _MANY * target_of(out.device).sms:
         config = many
-    grid = (n + problem.packed, heads, triton.cdiv(values, config.rows))
+    grid = states_grid(n + problem.packed, heads, triton.cdiv(values, config.rows))
     launch_step(problem, config, grid, *arguments(given, places), *sizes, *(1 / g for g in group), *numbers)

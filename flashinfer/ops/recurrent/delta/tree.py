@@ -6,9 +6,9 @@ path. Corrections stay in registers, and a token reads those of its ancestors:
     u_i = S_0 (decay of the path to i) k_i + sum over ancestors j of c_j (k_j decayed from j to i . k_i)
     c_i = beta_i (v_i - u_i)
 
-Grid: (sequences, heads, blocks of values), with one more sequence for packed tokens outside of all sequences. Warps:
-all share a program's tiles; in registers are 16 values of the state [ROWS, K], and keys, sums of logarithms and a mask
-of ancestors [TOKENS, ..]. Shared memory: sums.
+Grid: `states_grid`, with one more sequence for packed tokens outside of all sequences.
+Warps: all share a program's tiles; in registers are 16 values of the state [ROWS, K], and keys, sums of logarithms and
+a mask of ancestors [TOKENS, ..]. Shared memory: sums.
 Inputs: as in step.py, and parents [sequences, TOKENS]. Outputs: like v, states, and `Kept`.
 Method: the recurrence of step.py, along each path of the tree.
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid, unit_length
-from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_tokens
+from flashinfer.ops.recurrent._device.sequences import program_of, slot_of, span_of, states_grid, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.keep import keep_token
 from flashinfer.ops.recurrent.delta.step import input_kinds, kept_kinds, shares
@@ -41,9 +41,7 @@ def tree_kernel(
     q_by, k_by, v_by, gate_by, beta_by, out_by, source_by, state_by, each_by, read_by, rows_by, kept_by, of, numbers,
     NORMALIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0)
-    head = tl.program_id(1)
-    block = tl.program_id(2)
+    n, head, block = program_of(pool.BLOCKS)
     row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, KEYS)
     i = tl.arange(0, TOKENS)
@@ -151,8 +149,9 @@ def tree_kernel(
                 )  # fmt: skip
         first += of.most
         length -= of.most
-    # Zeros for padding, and for tokens past the table of parents.
-    zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+    if n < of.sequences:
+        # Zeros for padding, and for tokens past the table of parents.
+        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
 
 _INPUT, _STATE = ("row", "token", "head"), ("slot", "head", "row", "column")
@@ -182,7 +181,7 @@ def _build(problem, config):
     constants |= {"pool.LAYOUT": problem.layout, "pool.EACH": problem.each, "pool.SOURCE": problem.source_dtype}
     constants |= {"pool.STATE": written, "kept.KIND": problem.keep, "NORMALIZE": problem.normalize}
     constants |= {"ROWS": config.rows, "KEYS": power_of_two(problem.key_dim, 16), "TOKENS": problem.tokens}
-    constants |= {"CAPABILITY": config.capability}
+    constants |= {"CAPABILITY": config.capability, "pool.BLOCKS": triton.cdiv(problem.value_dim, config.rows)}
     return Build(tree_kernel, types, constants, num_warps=config.num_warps)
 
 
@@ -203,5 +202,5 @@ def tree(problem, config, tokens, gates, pool, out, scale, kept, parents):
     places += [table_strides(pool.read), strides(pool.rows, (0, 1))]
     places += [tuple(0 if x is None else x.stride(0) for x in (kept or (None,) * 4))]
     numbers = scale, gates.lower, gates.sharp, gates.threshold
-    grid = (n + problem.packed, heads, triton.cdiv(values, config.rows))
+    grid = states_grid(n + problem.packed, heads, triton.cdiv(values, config.rows))
     launch_tree(problem, config, grid, *arguments(given, places), *sizes, *numbers)

@@ -33,8 +33,9 @@ def update(problem, target) -> Config:
 
 def with_many(problem, config: Config) -> Config | None:
     """The config of an update with many programs: twice the rows; None where there is none. A row's bits are the
-    same."""
-    if config.num_warps > 1 or config.capability or problem.rounds or not problem.aligned:
+    same. With an A for each element ptxas would spill 24 bytes.
+    """
+    if config.num_warps > 1 or config.capability or problem.rounds or not problem.aligned or not problem.tied:
         return None
     return replace(config, rows=2 * config.rows) if 8 <= config.rows and 2 * config.rows <= problem.dim else None
 

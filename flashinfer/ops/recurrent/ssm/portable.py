@@ -1,8 +1,8 @@
 """The state-space recurrence in Triton, token by token.
 
-Grid: sequences (and one more that zeroes the tokens of none), heads, blocks of rows. A program has ROWS rows of the
-state of one head of one sequence in registers, [ROWS, dstate] in float32, and follows the sequence's tokens. The state
-is read once and written once; decode is bound by these bytes.
+Grid: `states_grid`, with one sequence more that zeroes the tokens of none. A program has ROWS rows of the state of one
+head of one sequence in registers, [ROWS, dstate] in float32, and follows the sequence's tokens. The state is read once
+and written once; decode is bound by these bytes.
 Warps: all do the same. Shared memory: sums.
 Inputs: x, z [rows, tokens, heads, dim], dt [rows, tokens, heads], B, C [rows, tokens, groups, dstate], A, D, bias
 [heads] or [heads, dim], states [slots, heads, dim, dstate]. Outputs: like x; states in place, or after each token.
@@ -18,7 +18,7 @@ from flashinfer._core.sizes import power_of_two
 from flashinfer._core.target import target_of
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
-from flashinfer.ops.recurrent._device.sequences import head_of, span_of
+from flashinfer.ops.recurrent._device.sequences import head_of, program_of, span_of, states_grid
 from flashinfer.ops.recurrent._device.states import load_state, store_state, tile_offsets
 from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides, table_strides
 from flashinfer.ops.recurrent.ssm import LARGEST
@@ -126,9 +126,7 @@ def update_kernel(
     DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    n = tl.program_id(0)
-    head = tl.program_id(1)
-    block = tl.program_id(2)
+    n, head, block = program_of((DIM + ROWS - 1) // ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < DIM
@@ -238,7 +236,7 @@ def update_kernel(
                 raw_x, raw_dt, raw_b, raw_c = next_x, next_dt, next_b, next_c
                 if given.z is not None:
                     raw_z = next_z
-    else:
+    elif is_sequence:
         zero_tokens(given.out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
 
@@ -345,7 +343,7 @@ def run(problem, config, tokens, layer, pool):
     programs = tokens.sequences * heads * triton.cdiv(dim, config.rows)
     if many is not None and programs > _MANY * target_of(tokens.x.device).sms:
         config = many
-    grid = (tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
+    grid = states_grid(tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
     launch(problem, config, grid, *arguments(given, places), *sizes, tokens.B.shape[2] / heads)
 
 

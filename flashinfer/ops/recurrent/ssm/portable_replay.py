@@ -5,7 +5,7 @@ state if the ring is too full to wait, then follows the new tokens, and writes t
 program its rows, B by the first head of its group, dt by the first block. A checkpoint is read at each call and written
 at few of them.
 
-Grid: (sequences, heads, blocks of rows), and one sequence more for packed tokens of none.
+Grid: `states_grid`, and one sequence more for packed tokens of none.
 Warps: all do the same. Shared memory: sums.
 Inputs: tokens, ring and states as `Tokens`, `Ring` and `Pool` of the door have them. Outputs: like x; ring, states.
 Method: the recurrence of `flashinfer/ops/recurrent/ssm/portable.py`.
@@ -18,6 +18,7 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
+from flashinfer.ops.recurrent._device.sequences import program_of, states_grid
 from flashinfer.ops.recurrent._device.states import load_state
 from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
@@ -31,9 +32,7 @@ def replay_kernel(
     SOFTPLUS: tl.constexpr, STATE: tl.constexpr, LARGEST: tl.constexpr, ROUNDS: tl.constexpr,
     DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0)
-    head = tl.program_id(1)
-    block = tl.program_id(2)
+    n, head, block = program_of((DIM + ROWS - 1) // ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < DIM
@@ -97,7 +96,7 @@ def replay_kernel(
             tl.store(at_x + to * rx_by.token + row, raw_x, in_rows)
             tl.store(at_b + to * rb_by.token + column, raw_b, in_columns & (block == 0) & (head % of.repeat == 0))
             tl.store(at_dt + to * rdt_by.token, step, block == 0)
-    else:
+    elif n < of.sequences:
         zero_tokens(given.out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
 
@@ -163,7 +162,7 @@ def run(problem, config, tokens, layer, pool, ring):
     places += [strides(tokens.z, token), strides(tokens.out, token), strides(layer.A, (0,))]
     places += [strides(layer.D, (0, 1)), strides(layer.bias, (0,)), strides(pool.state, group)]
     places += [strides(x, group) for x in (pool.scale, ring.x, ring.B, ring.dt)]
-    grid = (tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
+    grid = states_grid(tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
     launch(problem, config, grid, *arguments(given, places), *sizes)
 
 
