@@ -151,7 +151,7 @@ def named(**names: str) -> Callable:
     ...     require(False, "out_dtype", dtype, "float32")
     >>> product(3)
     Traceback (most recent call last):
-    ValueError: dtype: got 3; allowed: float32
+    flashinfer._core.checks.WrongArgument: dtype: got 3; allowed: float32
     """
 
     def decorate(function: Callable) -> Callable:
