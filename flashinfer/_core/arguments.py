@@ -70,15 +70,26 @@ def _untraced_at(number: int) -> int:
 _untraced_at._dynamo_marked_constant = True
 
 
+def between_graphs(function: Callable) -> Callable:
+    """Have torch's compiler call the function between two graphs, as it is: it does not trace what that does."""
+    number = len(_untraced)
+    _untraced.append(function)
+
+    @wraps(function)
+    def call(*args, **named):
+        if torch.compiler.is_compiling():
+            return _untraced[_untraced_at(number)](*args, **named)
+        return function(*args, **named)
+
+    return call
+
+
 def untraced(function: Callable) -> Callable:
-    """`checked`; and torch's compiler calls the function between two graphs, as it is, and does not trace what it does.
+    """`checked`, between the graphs of torch's compiler.
 
     For functions whose inner parts are no ops: to trace their planning takes torch half a minute.
     """
-    number = len(_untraced)
-    call = checked(function, lambda *args, **named: _untraced[_untraced_at(number)](*args, **named))
-    _untraced.append(call)
-    return call
+    return checked(function, between_graphs(checked(function)))
 
 
 def checked(function: Callable, traced: Callable | None = None) -> Callable:

@@ -187,10 +187,9 @@ class AttentionWrapper:
             About the longest query, where no table and no bound has it: what the tile is chosen by.
         custom_mask, packed_custom_mask : Tensor, optional
         """
-        if self._on_gpu and torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self.device):
-                return self._plan(options, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
-                                  custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
+        if torch.compiler.is_compiling() or self._on_gpu and torch._C._cuda_getDevice() != self._index:
+            return traced.plan_elsewhere(self, options, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
+                                         custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
         masked = custom_mask is not None or packed_custom_mask is not None
         how = q_len, longest_q, likely_q, self._backend, masked
         kept = self._replays
