@@ -11,6 +11,7 @@ from flashinfer.gdn_decode import (
     gated_delta_rule_decode_pretranspose,
     gated_delta_rule_mtp,
 )
+from flashinfer.kda_decode import fused_kda_decode, packed_fused_kda_decode, packed_kda_decode
 from flashinfer.mamba import selective_state_update
 from flashinfer.testing.compare import assert_bitwise
 
@@ -51,6 +52,23 @@ def steps(device):
     def prompts(x, states, weight, offsets):
         return causal_conv1d_fn(x * 2, weight, None, states, offsets) + 1
 
+    def delta(mixed, gate, beta, state, decay, slots):
+        return packed_kda_decode(mixed * 2, gate, beta, decay, gate[0].float(), state, slots) + 1
+
+    def layer(x, weight, conv_state, gate, beta, state, decay, slots):
+        raw, norm = (gate[None], beta[None], decay, gate[0].flatten().float(), slots, state), gate[0, 0].float()
+        return fused_kda_decode(x * 2, weight, conv_state, *raw, gate[None], norm) + 1
+
+    def layers(x, weight, conv_state, gate, beta, state, decay, slots, offsets):
+        raw, norm = (gate[None], beta[None], decay, gate[0].flatten().float(), slots, state), gate[0, 0].float()
+        packed = dict(query_start_loc=offsets, num_accepted_tokens=torch.ones_like(offsets[1:]))
+        return packed_fused_kda_decode(x * 2, weight, conv_state, *raw, gate[None], norm, **packed) + 1
+
+    gate, beta, wide = half(3, HEADS, DIM, device=device), half(3, HEADS, device=device), 3 * HEADS * DIM
+    shapes = (3, wide), (3, 4, HEADS * DIM), (SLOTS, wide, 4)
+    mixed, weight, window = (half(*shape, device=device) for shape in shapes)
+    drafts_of = torch.tensor([[3, 1], [2, 4]], dtype=torch.int32, device=device)
+    offsets = drafts_of.new_tensor([0, 1, 3])
     channels = half(DIM, 4, device=device)
     x, dt = half(2, BATCH, HEADS, DIM, device=device).unbind()
     scan = states[..., :8].contiguous(), x, dt, -decay.abs().view(-1, 1, 1).expand(-1, DIM, 8), x[:, :1, :8], slots
@@ -60,12 +78,18 @@ def steps(device):
         "one_state": (one_state, (*rows(1), states[:BATCH].clone(), decay)),
         "scanned": (scanned, scan),
         "convolved": (convolved, (x[:, 0], half(SLOTS, DIM, 3, device=device), channels, slots)),
+        "delta": (delta, (mixed[:2], gate[:2].flatten(1), beta[:2], states, decay, slots)),
+        "layer": (layer, (mixed[:2], weight, window[..., :3], gate[:2], beta[:2], states, decay, slots)),
+        "layers": (layers, (mixed, weight, window, gate, beta, states, decay, drafts_of, offsets)),
         "prompts": (prompts, (half(DIM, 9, device=device), half(2, DIM, 3, device=device), channels,
                               torch.tensor([0, 4, 9], device=device))),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["pooled", "drafts", "one_state", "scanned", "convolved", "prompts"])
+NAMES = "pooled", "drafts", "one_state", "scanned", "convolved", "delta", "layer", "layers", "prompts"
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_one_graph(name, device):
     """Results, and what is left in the states, are those of the call outside."""
     function, given = steps(device)[name]
