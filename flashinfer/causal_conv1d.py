@@ -21,16 +21,7 @@ def _output(its: dict) -> torch.Tensor:
     return its["x"].new_empty(its["x"].shape) if its["out"] is None else its["out"]
 
 
-def _activation(its: dict) -> str | None:
-    """A text, as an op takes it."""
-    return ("silu" if its["activation"] else None) if isinstance(its["activation"], bool) else its["activation"]
-
-
-@one_op(
-    written=("conv_state", "out"),
-    given={"out": _output, "activation": _activation},
-    returned=lambda its: its["out"],
-)
+@one_op(written=("conv_state", "out"), given={"out": _output}, returned=lambda its: its["out"])
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -109,11 +100,7 @@ def causal_conv1d_update(
     return out
 
 
-@one_op(
-    written=("conv_states", "out"),
-    given={"out": _output, "activation": _activation},
-    returned=lambda its: its["out"],
-)
+@one_op(written=("conv_states", "out"), given={"out": _output}, returned=lambda its: its["out"])
 @named(conv_state="conv_states", conv_state_indices="cache_indices")
 def causal_conv1d_fn(
     x: torch.Tensor,

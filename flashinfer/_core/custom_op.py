@@ -101,8 +101,14 @@ def one_op(written: tuple[str, ...], given: dict[str, Callable], returned: Calla
         schema = ", ".join(f"{_type_of(p.annotation, marks.get(each, ''))} {each}" for each, p in parameters.items())
         defaults = {each: p.default for each, p in parameters.items()}
 
+        # A text or a flag goes through the op as a text.
+        mixed = [each for each, p in parameters.items() if {"bool", "str"} <= set(p.annotation.split(" | "))]
+
         def by_name(*values):
-            function(**dict(zip(defaults, values)))
+            arguments = dict(zip(defaults, values))
+            for each in mixed:
+                arguments[each] = {"True": True, "False": False}.get(arguments[each], arguments[each])
+            function(**arguments)
 
         op = _registered(f"flashinfer::{function.__name__}", f"({schema}) -> ()", by_name, _returns_none)
 
@@ -110,6 +116,9 @@ def one_op(written: tuple[str, ...], given: dict[str, Callable], returned: Calla
             arguments = defaults | dict(zip(defaults, args)) | named
             for each, make in given.items():
                 arguments[each] = make(arguments)
+            for each in mixed:
+                flag = isinstance(arguments[each], bool)
+                arguments[each] = str(arguments[each]) if flag else arguments[each]
             op(*arguments.values())
             return returned(arguments)
 
