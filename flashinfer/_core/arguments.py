@@ -11,6 +11,7 @@ import torch
 
 from flashinfer._core import literals
 from flashinfer._core.checks import WrongKind, renamed
+from flashinfer._core.tracing import is_traced
 
 # {annotation: (test of a value, the kind's name in errors)}.
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -113,11 +114,11 @@ def checked(function: Callable, traced: Callable | None = None) -> Callable:
     def checks() -> dict[str, Callable | None]:
         return {name: _check_of(p) for name, p in inspect.signature(function).parameters.items()}
 
-    traced = traced or function
+    is_op, traced = traced is not None, traced or function
 
     @wraps(function)
     def call(*args, **named):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_op and is_traced():
             return traced(*args, **named)
         known = checks()
         if any(isinstance(x, np.generic) for x in (*args, *named.values())):

@@ -12,6 +12,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, require
+from flashinfer._core.tracing import is_traced
 
 _libraries: list[torch.library.Library] = []
 
@@ -65,7 +66,7 @@ def custom_op(
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if torch.compiler.is_compiling():
+            if is_traced():
                 return op(*(args if arguments is None else (*arguments(args[0]), *args[1:])), **kwargs)
             read = [(each, args[at] if at < len(args) else kwargs.get(each)) for each, at in inputs]
             if flat is not None and args:

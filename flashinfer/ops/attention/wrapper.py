@@ -12,6 +12,7 @@ from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
 from flashinfer._core.checks import NoPlan, number, renamed, require, require_tensor
 from flashinfer._core.literals import Backend, KvLayout
+from flashinfer._core.tracing import is_traced
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.host_tables import (
     HostTables, TableStore, fill_buffers, host_lengths, lengths_in_buffers,
@@ -398,7 +399,7 @@ class AttentionWrapper:
     def _run(self, q: torch.Tensor, kv, out, lse, return_lse, q_scale=None, k_scale=None, v_scale=None,
              window_left=None, **others) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Attention of the planned batch; see Plan.run."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             options, changes = self._planned().options, self._changes
             given = dict(q=q, kv=kv, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left,
                          changes=changes, **others)  # fmt: skip
@@ -456,7 +457,7 @@ class AttentionWrapper:
 
     def _change_plan(self, **changes) -> None:
         """What the older forward() takes over from plan(): the same tables under other options."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             # For the run that follows, which is one op of the trace.
             self._changes = changes
             return
