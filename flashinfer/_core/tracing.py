@@ -2,6 +2,9 @@
 
 import torch
 
+# Bound here: every call asks, and attributes take as long as the answer.
+_is_compiling = torch.compiler.is_compiling
+_modes, _mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
 _KEYS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
@@ -10,7 +13,4 @@ def is_traced() -> bool:
 
     What is no op would launch kernels on tensors without memory there.
     """
-    if torch.compiler.is_compiling():
-        return True
-    modes = torch._C._len_torch_dispatch_stack()
-    return modes > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _KEYS)
+    return _is_compiling() or _modes() > 0 and any(_mode(key) is not None for key in _KEYS)
