@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import check_apart, check_indptr, check_values, dtype_name, require, same_device
+from flashinfer._core.custom_op import one_op
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import INDICES, INPUTS, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import conv as room
@@ -16,7 +17,11 @@ __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 _ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
 
 
-@checked
+def _output(its: dict) -> torch.Tensor:
+    return its["x"].new_empty(its["x"].shape) if its["out"] is None else its["out"]
+
+
+@one_op(written=("conv_state", "out"), given={"out": _output}, returned=lambda its: its["out"])
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -95,7 +100,7 @@ def causal_conv1d_update(
     return out
 
 
-@checked
+@one_op(written=("conv_states", "out"), given={"out": _output}, returned=lambda its: its["out"])
 @named(conv_state="conv_states", conv_state_indices="cache_indices")
 def causal_conv1d_fn(
     x: torch.Tensor,

@@ -7,8 +7,9 @@ from typing import Literal
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import check_both, present, require
+from flashinfer._core.custom_op import one_op
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
@@ -36,7 +37,15 @@ __all__ = [
 _UPSTREAM = ("flashinfer", "cake_gdn", "rubin")
 
 
-@checked
+def _output(its: dict) -> torch.Tensor:
+    return its["q"].new_empty(its["v"].shape) if its["output"] is None else its["output"]
+
+
+@one_op(
+    written=("state", "output", "initial_state", "intermediate_states_buffer"),
+    given={"output": _output},
+    returned=lambda its: (its["output"], its["state"] if its["initial_state"] is None else its["initial_state"]),
+)
 def gated_delta_rule_decode_pretranspose(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -136,7 +145,7 @@ def gated_delta_rule_decode_pretranspose(
     return out, states
 
 
-@checked
+@one_op(written=("state", "output"), given={"output": _output}, returned=lambda its: (its["output"], its["state"]))
 def gated_delta_rule_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -203,7 +212,12 @@ def gated_delta_rule_decode(
     return decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, True, variant), state
 
 
-@checked
+@one_op(
+    written=("initial_state", "output", "intermediate_states_buffer", "replayssm_rawv", "replayssm_rawk", "replayssm_g",
+             "replayssm_beta"),
+    given={"output": _output},
+    returned=lambda its: (its["output"], its["initial_state"]),
+)
 @named(state="initial_state")
 def gated_delta_rule_mtp(
     q: torch.Tensor,

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer._core.custom_op import one_op
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
@@ -28,7 +28,28 @@ __all__ = ["chunk_gated_delta_rule"]
 SEGMENT = 1024
 
 
-@checked
+def _heads(its: dict) -> int:
+    return max(its["q"].shape[1], its["v"].shape[1])
+
+
+def _output(its: dict) -> torch.Tensor:
+    shape = its["q"].shape[0], _heads(its), its["v"].shape[2]
+    return its["q"].new_empty(shape) if its["output"] is None else its["output"]
+
+
+def _output_state(its: dict) -> torch.Tensor | None:
+    """New states are made for a caller who wants them; in a pool the caller's own are written."""
+    if its["output_state"] is not None or its["state_indices"] is not None or not its["output_final_state"]:
+        return its["output_state"]
+    shape = len(its["cu_seqlens"]) - 1, _heads(its), its["v"].shape[2], its["q"].shape[2]
+    return its["q"].new_empty(shape, dtype=torch.float32)
+
+
+@one_op(
+    written=("output", "output_state", "state_checkpoints"),
+    given={"output": _output, "output_state": _output_state},
+    returned=lambda its: (its["output"], its["output_state"]) if its["output_final_state"] else its["output"],
+)
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -7,6 +7,7 @@ import torch
 from flashinfer import kda
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import check_apart, check_values, dtype_name, present, require, rows_of, same_device
+from flashinfer._core.custom_op import one_op
 from flashinfer._delta import (
     INDICES,
     INPUTS,
@@ -100,7 +101,12 @@ def recurrent_kda(
     )  # fmt: skip
 
 
-@checked
+def _result(its: dict) -> torch.Tensor:
+    shape = len(its["mixed_qkv"]), 1, its["state"].shape[1], its["state"].shape[3]
+    return its["mixed_qkv"].new_empty(shape) if its["output"] is None else its["output"]
+
+
+@one_op(written=("state", "output"), given={"output": _result}, returned=lambda its: its["output"])
 @named(q="mixed_qkv", k="mixed_qkv", v="mixed_qkv", g="raw_gate", beta="raw_beta")
 def packed_kda_decode(
     mixed_qkv: torch.Tensor,
@@ -166,7 +172,14 @@ def packed_kda_decode(
     return out
 
 
-@checked
+def _layer_result(its: dict) -> torch.Tensor:
+    return its["x"].new_empty(its["raw_gate"].shape) if its["output"] is None else its["output"]
+
+
+_WRITTEN = "conv_state", "state", "output"
+
+
+@one_op(written=_WRITTEN, given={"output": _layer_result}, returned=lambda its: its["output"])
 @named(conv_state_indices="state_indices", query_start_loc="cu_seqlens")
 def fused_kda_decode(
     x: torch.Tensor,
@@ -258,7 +271,7 @@ def fused_kda_decode(
     )
 
 
-@checked
+@one_op(written=_WRITTEN, given={"output": _layer_result}, returned=lambda its: its["output"])
 @named(conv_state_indices="state_indices", cu_seqlens="query_start_loc", g="raw_gate", beta="raw_beta")
 def packed_fused_kda_decode(
     x: torch.Tensor,

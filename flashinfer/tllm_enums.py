@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 # The SwiGLU of `silu(gate) * up` as the parametrised form has it: gate * sigmoid(alpha * gate) * (up + beta), both
 # clamped to limit; float32's largest number clamps nothing.
@@ -11,7 +11,14 @@ DEFAULT_SWIGLU_BETA = 0.0
 DEFAULT_SWIGLU_LIMIT = float.fromhex("0x1.fffffep127")
 
 
-class SfLayout(Enum):
+class _Evaluable(IntEnum):
+    """What `repr` shows of a member is the expression that gives it: configurations that hold one can be read again."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class SfLayout(_Evaluable):
     """Where block scale factors lie: row-major, or in tiles of 128 or 8 rows and 4 factors, padded with zeros.
 
     `flashinfer/ops/layouts.py` states the layouts.
@@ -22,7 +29,7 @@ class SfLayout(Enum):
     layout_linear = 2
 
 
-class RoutingMethodType(IntEnum):
+class RoutingMethodType(_Evaluable):
     """How a token's experts and their weights come from its router logits.
 
     `flashinfer/ops/moe/routing/__init__.py` states each.
@@ -41,7 +48,7 @@ class RoutingMethodType(IntEnum):
     Unspecified = 10
 
 
-class ActivationType(IntEnum):
+class ActivationType(_Evaluable):
     """What stands between the two matrix products of an expert."""
 
     Gelu = 0
@@ -102,7 +109,7 @@ def is_gated_activation(activation_type: int | ActivationType) -> bool:
     return ActivationType(activation_type).is_gated
 
 
-class Fp8QuantizationType(IntEnum):
+class Fp8QuantizationType(_Evaluable):
     """What an FP8 expert's scale factors stand for.
 
     Blocks of 128 as DeepSeek has them, blocks of 32 with e8m0 factors, tensors, or channels.
@@ -115,7 +122,7 @@ class Fp8QuantizationType(IntEnum):
     PerChannelFp8 = 4
 
 
-class WeightLayout(IntEnum):
+class WeightLayout(_Evaluable):
     """How an expert's weight [rows, columns], with columns the summed dimension, lies in memory.
 
     MajorK : [rows, columns].

@@ -11,6 +11,7 @@ import torch
 
 from flashinfer._core import literals
 from flashinfer._core.checks import WrongKind, renamed
+from flashinfer._core.tracing import is_traced
 
 # {annotation: (test of a value, the kind's name in errors)}.
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -70,15 +71,26 @@ def _untraced_at(number: int) -> int:
 _untraced_at._dynamo_marked_constant = True
 
 
+def between_graphs(function: Callable) -> Callable:
+    """Have torch's compiler call the function between two graphs, as it is: it does not trace what that does."""
+    number = len(_untraced)
+    _untraced.append(function)
+
+    @wraps(function)
+    def call(*args, **named):
+        if torch.compiler.is_compiling():
+            return _untraced[_untraced_at(number)](*args, **named)
+        return function(*args, **named)
+
+    return call
+
+
 def untraced(function: Callable) -> Callable:
-    """`checked`; and torch's compiler calls the function between two graphs, as it is, and does not trace what it does.
+    """`checked`, between the graphs of torch's compiler.
 
     For functions whose inner parts are no ops: to trace their planning takes torch half a minute.
     """
-    number = len(_untraced)
-    call = checked(function, lambda *args, **named: _untraced[_untraced_at(number)](*args, **named))
-    _untraced.append(call)
-    return call
+    return checked(function, between_graphs(checked(function)))
 
 
 def checked(function: Callable, traced: Callable | None = None) -> Callable:
@@ -102,11 +114,11 @@ def checked(function: Callable, traced: Callable | None = None) -> Callable:
     def checks() -> dict[str, Callable | None]:
         return {name: _check_of(p) for name, p in inspect.signature(function).parameters.items()}
 
-    traced = traced or function
+    is_op, traced = traced is not None, traced or function
 
     @wraps(function)
     def call(*args, **named):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_op and is_traced():
             return traced(*args, **named)
         known = checks()
         if any(isinstance(x, np.generic) for x in (*args, *named.values())):
@@ -151,7 +163,7 @@ def named(**names: str) -> Callable:
     ...     require(False, "out_dtype", dtype, "float32")
     >>> product(3)
     Traceback (most recent call last):
-    ValueError: dtype: got 3; allowed: float32
+    flashinfer._core.checks.WrongArgument: dtype: got 3; allowed: float32
     """
 
     def decorate(function: Callable) -> Callable:

@@ -24,6 +24,10 @@ class UnsupportedConfig(ValueError, NotImplementedError):
     """No variant takes this problem; the message says why each refused."""
 
 
+class WrongArgument(ValueError, AssertionError, RuntimeError):
+    """A value that is refused: upstream asserts some of them, and its kernels refuse others by a RuntimeError."""
+
+
 class BackendSupportedError(ValueError, RuntimeError):
     """A backend that does not serve a call, by the name that upstream has for the error."""
 
@@ -66,13 +70,13 @@ _ERRORS = {"backend": BackendSupportedError, "kv_layout": UnknownName}
 def require(condition: bool, argument: str, value, allowed: str) -> None:
     """Raise ValueError naming `argument`, its `value` and what is `allowed`, unless `condition` holds."""
     if not condition:
-        raise _ERRORS.get(argument, ValueError)(f"{argument}: got {value}; allowed: {allowed}")
+        raise _ERRORS.get(argument, WrongArgument)(f"{argument}: got {value}; allowed: {allowed}")
 
 
 def present(argument: str, value: _T | None, allowed: str = "a tensor") -> _T:
     """The value of an argument that has to be given; ValueError naming it for None."""
     if value is None:
-        raise ValueError(f"{argument}: got None; allowed: {allowed}")
+        raise WrongArgument(f"{argument}: got None; allowed: {allowed}")
     return value
 
 
@@ -118,7 +122,7 @@ def dtype_name(dtype: torch.dtype, argument: str = "dtype") -> str:
     """Triton's name of a torch dtype, as Problems hold it; ValueError naming `argument` for one that has none."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise ValueError(f"{argument}: got {dtype}; allowed: {', '.join(str(d) for d in _NAMES)}")
+        raise WrongArgument(f"{argument}: got {dtype}; allowed: {', '.join(str(d) for d in _NAMES)}")
     return name
 
 
@@ -164,7 +168,7 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
         if first is None:
             first_name, first = name, tensor.device
         elif tensor.device != first:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}; allowed: {first}, where {first_name} is")
+            raise WrongArgument(f"{name}: got a tensor on {tensor.device}; allowed: {first}, where {first_name} is")
     if first is None:
         raise ValueError("no tensor was given")
     return first
@@ -183,11 +187,11 @@ def check_apart(
     -------
     >>> check_apart([("out", torch.empty(1, 8).expand(4, 8))])
     Traceback (most recent call last):
-    ValueError: out: got strides (0, 1) of shape (4, 8); allowed: an element of memory for each of the tensor
+    flashinfer._core.checks.WrongArgument: out: got strides (0, 1) of shape (4, 8); allowed: ...
     >>> x = torch.empty(5, 8)
     >>> check_apart([("out", x[1:])], [("input", x[:-1])])
     Traceback (most recent call last):
-    ValueError: out: got some of the memory of input; allowed: all of it in its place, or memory of its own
+    flashinfer._core.checks.WrongArgument: out: got some of the memory of input; allowed: ...
     """
     written: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, x in outputs:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, require
+from flashinfer._core.tracing import is_traced
 
 _libraries: list[torch.library.Library] = []
 
@@ -55,17 +57,8 @@ def custom_op(
             record, flat = flat
             flat_fake = fake and _of_lists(record, fake)
             arguments = functools.partial(_arguments_of, record)
-        # Not torch.library.custom_op, which adds a backward and takes 3 ms of import each; this takes 1.
         schema = torch.library.infer_schema(flat or function, mutates_args=mutates_args)
-        namespace, _, short = name.partition("::")
-        library = torch.library.Library(namespace, "FRAGMENT")
-        library.define(short + schema)
-        # Traced callers may record gradients, of parameters for one; nothing here has any.
-        library.impl(short, torch.no_grad()(flat or function), "CompositeExplicitAutograd")
-        torch.library.register_fake(name, flat_fake or _returns_none, lib=library)
-        op = getattr(getattr(torch.ops, namespace), short).default
-        # It lives as long as the function: an op leaves with its library.
-        _libraries.append(library)
+        op = _registered(name, schema, flat or function, flat_fake or _returns_none)
 
         places = {each: place for place, each in enumerate(inspect.signature(function).parameters)}
         outputs = [(each, places[each]) for each in mutates_args]
@@ -73,7 +66,7 @@ def custom_op(
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if torch.compiler.is_compiling():
+            if is_traced():
                 return op(*(args if arguments is None else (*arguments(args[0]), *args[1:])), **kwargs)
             read = [(each, args[at] if at < len(args) else kwargs.get(each)) for each, at in inputs]
             if flat is not None and args:
@@ -86,6 +79,72 @@ def custom_op(
         return call
 
     return decorate
+
+
+def one_op(written: tuple[str, ...], given: dict[str, Callable], returned: Callable) -> Callable:
+    """`checked`; and torch.compile sees a call of the function as one op, which checks its arguments when it runs.
+
+    For functions that write everything they compute into arguments.
+
+    Parameters
+    ----------
+    written : tuple of str
+        Every tensor argument that the function writes.
+    given : dict of callables
+        What an argument becomes before the op, by the arguments by name: an output of the op's own, for one.
+    returned : callable
+        The function's result, of the arguments by name.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        parameters = inspect.signature(function).parameters
+        marks = {each: f"(a{i}!)" for i, each in enumerate(written)}
+        schema = ", ".join(f"{_type_of(p.annotation, marks.get(each, ''))} {each}" for each, p in parameters.items())
+        defaults = {each: p.default for each, p in parameters.items()}
+
+        # A text or a flag goes through the op as a text.
+        mixed = [each for each, p in parameters.items() if {"bool", "str"} <= set(p.annotation.split(" | "))]
+
+        def by_name(*values):
+            arguments = dict(zip(defaults, values))
+            for each in mixed:
+                arguments[each] = {"True": True, "False": False}.get(arguments[each], arguments[each])
+            function(**arguments)
+
+        op = _registered(f"flashinfer::{function.__name__}", f"({schema}) -> ()", by_name, _returns_none)
+
+        def traced(*args, **named):
+            arguments = defaults | dict(zip(defaults, args)) | named
+            for each, make in given.items():
+                arguments[each] = make(arguments)
+            for each in mixed:
+                flag = isinstance(arguments[each], bool)
+                arguments[each] = str(arguments[each]) if flag else arguments[each]
+            op(*arguments.values())
+            return returned(arguments)
+
+        return checked(function, traced)
+
+    return decorate
+
+
+def _type_of(annotation: str, mark: str) -> str:
+    """What a schema calls an annotation; what is no tensor and no number alone is a text."""
+    kinds = {"torch.Tensor": f"Tensor{mark}?", "str": "str?", "bool": "bool?", "int": "int?", "float": "float?"}
+    return next((kind for name, kind in kinds.items() if name in annotation.split(" | ")), "str?")
+
+
+def _registered(name: str, schema: str, function: Callable, fake: Callable):
+    # Not torch.library.custom_op, which adds a backward and takes 3 ms of import each; this takes 1.
+    namespace, _, short = name.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(short + schema)
+    # Traced callers may record gradients, of parameters for one; nothing here has any.
+    library.impl(short, torch.no_grad()(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
+    # It lives as long as the function: an op leaves with its library.
+    _libraries.append(library)
+    return getattr(getattr(torch.ops, namespace), short).default
 
 
 def _returns_none(*args, **kwargs) -> None:

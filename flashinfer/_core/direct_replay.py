@@ -26,6 +26,7 @@ import torch
 from flashinfer._core import capture, env, target
 from flashinfer._core.alike import like
 from flashinfer._core.replay import VALUES, Recording, recording
+from flashinfer._core.tracing import is_traced
 
 # Signatures that are kept of one function and thread; calls of one that differ in their tensors, as those of layers do
 # whose sinks do; recordings of one, with those that failed or were dropped.
@@ -154,7 +155,7 @@ def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[
 
         @wraps(function)
         def call(*args, **given):
-            if torch.compiler.is_compiling() or recording() is not None:
+            if is_traced() or recording() is not None:
                 return function(*args, **given)
             values, named = ((*args, *given.values()), tuple(given)) if given else (args, ())
             types = tuple(map(type, values))

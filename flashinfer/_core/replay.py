@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer._core import capture, env, target
 from flashinfer._core.arguments import checked
+from flashinfer._core.tracing import is_traced
 
 # The most recordings of one function. Prompt shapes seldom repeat: when there are too many, all are dropped.
 _MOST = 4096
@@ -94,7 +95,7 @@ def replayed(function: Callable) -> Callable:
 
     @wraps(function)
     def call(*args, **named):
-        if torch.compiler.is_compiling() or _now.recording is not None:
+        if is_traced() or _now.recording is not None:
             return function(*args, **named)
         key, tensors = [_debug(), target.overridden(), *named], []
         if not _append_signature((*args, *named.values()) if named else args, key, tensors) or not tensors:

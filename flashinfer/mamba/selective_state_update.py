@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, dtype_name, require, same_device
+from flashinfer._core.custom_op import one_op
 from flashinfer.mamba._operands import check_each, check_seed, check_tables, is_tied, operands
 from flashinfer.ops.recurrent import ssm as room
 from flashinfer.ops.recurrent.layouts import dense_rows, whole_rows
@@ -16,7 +16,11 @@ __all__ = ["selective_state_update"]
 _ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")
 
 
-@checked
+@one_op(
+    written=("state", "state_scale", "out", "intermediate_states_buffer", "intermediate_state_scales"),
+    given={"out": lambda its: its["x"].new_empty(its["x"].shape) if its["out"] is None else its["out"]},
+    returned=lambda its: its["out"],
+)
 def selective_state_update(
     state: torch.Tensor,
     x: torch.Tensor,

@@ -10,6 +10,7 @@ import torch
 
 from flashinfer._core.checks import NoPlan, dtype_name, present, require, require_tensor
 from flashinfer._core.literals import Backend
+from flashinfer._core.tracing import is_traced
 from flashinfer._direct.given import as_rows, flag, pair, real, whole
 from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention import traced
@@ -299,7 +300,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         """
         if profiler_buffer is not None:
             require(False, "profiler_buffer", "a tensor", "None: there is no profiler")
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self._traced(out, lse, return_lse, dict(
                 q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, kv_len=kv_len,
                 page_table=page_table, return_lse_base_on_e=return_lse_base_on_e, o_scale=o_scale, query=query,

@@ -24,7 +24,7 @@ def layout_name(argument: str, layout: SfLayout) -> str:
     """ "128x4", "8x4" or "linear" of an SfLayout, or of its number."""
     if type(layout) is int and layout in [each.value for each in SfLayout]:
         layout = SfLayout(layout)
-    require(isinstance(layout, SfLayout), argument, layout, ", ".join(map(str, SfLayout)))
+    require(isinstance(layout, SfLayout), argument, layout, ", ".join(map(repr, SfLayout)))
     return layout.name.removeprefix("layout_")
 
 

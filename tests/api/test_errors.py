@@ -140,5 +140,10 @@ def test_errors_are_the_built_in_kinds_too_that_callers_of_upstream_catch():
             wrapper(batch.workspace).run(tensor, tensor, tensor)
     with pytest.raises(RuntimeError, match="^backend: got 'fa4'"):
         batch.decode(backend="fa4")
+    for kind in (AssertionError, RuntimeError):
+        with pytest.raises(kind, match="^weight: got "):
+            flashinfer.rmsnorm(tensor[0], torch.randn(63))
+        with pytest.raises(kind, match="^q: got 3 rows"):
+            batch.decode(q=torch.randn(3, 4, 64))
     with pytest.raises(NotImplementedError):
         flashinfer.single_decode_with_kv_cache(tensor[0, :, :4], tensor[:, :, :4], tensor[:, :, :4])

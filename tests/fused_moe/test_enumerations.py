@@ -25,6 +25,15 @@ def test_numbers(name):
     assert [(m.name, m.value) for m in members] == [(m, i) for i, m in enumerate(NUMBERS[name].split())]
 
 
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "QuantFormat"])
+def test_a_member_is_its_number(name):
+    """Calls hand members on as integers, and what a configuration shows of one gives it back."""
+    kind = getattr(tllm_enums, name)
+    for number, member in enumerate(kind):
+        assert member == number and int(member) == number and isinstance(member, int)
+        assert eval(repr(member), {name: kind}) is member
+
+
 @pytest.mark.parametrize("number, function", [(6, lambda y: y.clamp(min=0) ** 2), (9, lambda y: y)])
 def test_an_integer_names_an_activation(number, function, device):
     """Of experts that are identities, what is left is the activation."""

@@ -15,6 +15,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.checks import renamed
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.tracing import is_traced
 from flashinfer.ops.attention.kernels import kernels_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.operands import as_slots, slot_factors
@@ -41,7 +42,7 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
 
     Returns out [rows, heads, dim], or (out, lse).
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         named = dict(o_dtype=o_dtype, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, **others)
         return _traced(q, k, v, kv_layout, backend, call, named)
     check_layout(kv_layout)

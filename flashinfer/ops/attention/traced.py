@@ -1,15 +1,17 @@
 """Attention under torch.compile: run() of a wrapper is one op, which finds its wrapper, and so the plan, when it is
-called. And arguments of any kind as an op takes them."""
+called; plan() is called between two graphs. And arguments of any kind as an op takes them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import count
 from weakref import WeakValueDictionary
 
 import torch
 
+from flashinfer._core.arguments import between_graphs
 from flashinfer._core.custom_op import SEPARATOR, custom_op, joined
 from flashinfer.ops.attention.variants import AttentionVariant, find
 
@@ -46,6 +48,13 @@ def attention_run(
     if changes:
         owner._change_plan(**changes)
     getattr(owner, method)(out=out, lse=lse, return_lse=lse is not None, **given)
+
+
+@between_graphs  # Tables on the host are NumPy's, whose unsigned integers that compiler would take for tensors.
+def plan_elsewhere(wrapper, *args, **given) -> None:
+    """A wrapper's `_plan`, between the graphs of torch's compiler and with the wrapper's device as the current one."""
+    with torch.cuda.device(wrapper.device) if wrapper.device.type == "cuda" else nullcontext():
+        wrapper._plan(*args, **given)
 
 
 def run(wrapper, method: str, out, lse, return_lse, shape, dtype: torch.dtype, given: dict):

@@ -56,7 +56,7 @@ class AttentionVariant:
     >>> import flashinfer
     >>> flashinfer.AttentionVariant(logits=lambda logits, batch, q_pos, kv_pos, head, params: logits)
     Traceback (most recent call last):
-    ValueError: logits: got ...
+    flashinfer._core.checks.WrongArgument: logits: got ...
     """
 
     logits: Any = None

@@ -12,6 +12,7 @@ from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
 from flashinfer._core.checks import NoPlan, number, renamed, require, require_tensor
 from flashinfer._core.literals import Backend, KvLayout
+from flashinfer._core.tracing import is_traced
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.host_tables import (
     HostTables, TableStore, fill_buffers, host_lengths, lengths_in_buffers,
@@ -187,10 +188,9 @@ class AttentionWrapper:
             About the longest query, where no table and no bound has it: what the tile is chosen by.
         custom_mask, packed_custom_mask : Tensor, optional
         """
-        if self._on_gpu and torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self.device):
-                return self._plan(options, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
-                                  custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
+        if torch.compiler.is_compiling() or self._on_gpu and torch._C._cuda_getDevice() != self._index:
+            return traced.plan_elsewhere(self, options, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
+                                         custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
         masked = custom_mask is not None or packed_custom_mask is not None
         how = q_len, longest_q, likely_q, self._backend, masked
         kept = self._replays
@@ -399,7 +399,7 @@ class AttentionWrapper:
     def _run(self, q: torch.Tensor, kv, out, lse, return_lse, q_scale=None, k_scale=None, v_scale=None,
              window_left=None, **others) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Attention of the planned batch; see Plan.run."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             options, changes = self._planned().options, self._changes
             given = dict(q=q, kv=kv, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left,
                          changes=changes, **others)  # fmt: skip
@@ -457,7 +457,7 @@ class AttentionWrapper:
 
     def _change_plan(self, **changes) -> None:
         """What the older forward() takes over from plan(): the same tables under other options."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             # For the run that follows, which is one op of the trace.
             self._changes = changes
             return

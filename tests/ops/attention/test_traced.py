@@ -53,6 +53,40 @@ def test_a_compiled_call_follows_each_plan(device):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("kind", ["decode", "paged", "ragged", "latent"])
+def test_a_program_that_plans_is_broken_at_the_plan(kind, device):
+    """Without fullgraph: what plan() does is not traced, and its refusals are the caller's errors."""
+    rows, indptr = torch.randn(3, HEADS, DIM, dtype=torch.float16, device=device), torch.arange(4, dtype=torch.int32)
+    q, cache = inputs(device)
+    last, sizes = torch.full((3,), PAGE, dtype=torch.int32), (HEADS, KV_HEADS, DIM)
+    x = latents([1, 3], [17, 5], HEADS, device=device)
+    space = workspace(device)
+
+    def step(page_size=PAGE):
+        if kind == "decode":
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space)
+            wrapper.plan(indptr, indptr[:3], last, *sizes, page_size, q_data_type=torch.float16)
+            return wrapper.run(q * 2, cache)
+        if kind == "paged":
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space)
+            wrapper.plan(indptr, indptr, indptr[:3], last, *sizes, page_size, causal=True, q_data_type=torch.float16)
+            return wrapper.run(q * 2, cache)
+        if kind == "ragged":
+            wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space)
+            wrapper.plan(indptr, indptr, *sizes, q_data_type=torch.float16)
+            return wrapper.run(q * 2, rows[:, :KV_HEADS], rows[:, :KV_HEADS])
+        wrapper = BatchMLAPagedAttentionWrapper(space)
+        wrapper.plan(*x.tables, HEADS, 64, 16, page_size, True, 0.1, torch.float16, torch.float16)
+        return wrapper.run(*x.parts())
+
+    made = torch.compile(step, backend="eager")
+    torch._dynamo.reset()
+    assert_bitwise(made(), step())
+    if kind != "ragged":
+        with pytest.raises(ValueError, match="^page_size: got 0"):
+            made(0)
+
+
 def test_outputs_and_scales(device):
     q, cache = inputs(device)
     wrapper = planned(device, [5, 17, 40])

@@ -1,0 +1,108 @@
+"""Modes of torch that see every op: calls are ops under them, and nothing runs on tensors without memory."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashinfer
+from flashinfer.causal_conv1d import causal_conv1d_update
+from flashinfer.gdn_decode import gated_delta_rule_decode
+from flashinfer.testing.compare import assert_bitwise
+
+HALF = torch.float16
+
+
+def norms(x):
+    return flashinfer.rmsnorm(x, x[0])
+
+
+def activations(x):
+    return flashinfer.silu_and_mul(x)
+
+
+def choices(x):
+    return flashinfer.top_k(x, 3, sorted=True)
+
+
+def draws(x):
+    return flashinfer.sampling.top_k_renorm_probs(x.float(), 3), flashinfer.sampling.softmax(x)
+
+
+def attention(x):
+    heads = x.view(-1, 2, 32)
+    return flashinfer.single_prefill_with_kv_cache(heads, heads, heads, causal=True, return_lse=True)
+
+
+def products(x):
+    return flashinfer.mm_bf16(x.bfloat16(), x.bfloat16().T)
+
+
+def experts(x):
+    rows, weights = x[:, :16].contiguous(), x.reshape(2, 32, -1)[:, :, :16].contiguous()
+    chosen = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
+    second = weights[:, :16, :].contiguous()
+    return flashinfer.cutlass_fused_moe(rows, chosen, chosen.float(), weights, second, HALF, None)[0]
+
+
+def convolutions(x):
+    return causal_conv1d_update(x, x.new_ones(len(x), x.shape[1], 3), x.T[:, :4].contiguous())
+
+
+def recurrences(x):
+    q, raw = x.view(len(x), 1, 2, 32), x[:, None, :2].contiguous()
+    return gated_delta_rule_decode(q, q, q, x.new_zeros(len(x), 2, 32, 32, dtype=torch.float32), raw[0, 0], raw,
+                                   raw[0, 0], raw)  # fmt: skip
+
+
+CALLS = norms, activations, choices, draws, attention, products, experts, convolutions, recurrences
+
+
+def flat(result):
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+class TestModes:
+    @pytest.fixture
+    def x(self, device):
+        return torch.randn(16, 64, dtype=torch.float32, device=device).half()
+
+    def test_fake_tensors(self, call, x):
+        """Shapes, dtypes, strides and devices of the results; a kernel would find no memory."""
+        with FakeTensorMode() as mode:
+            results = flat(call(mode.from_tensor(x)))
+        for fake, real in zip(results, flat(call(x)), strict=True):
+            alike = ((y.shape, y.dtype, y.stride(), y.device) for y in (fake, real))
+            assert isinstance(fake, torch._subclasses.FakeTensor) and next(alike) == next(alike)
+
+    def test_recorded(self, call, x):
+        made = make_fx(lambda x: flat(call(x)), tracing_mode="fake")(x)
+        assert "flashinfer" in made.code
+        for recorded, expected in zip(made(x), flat(call(x)), strict=True):
+            assert_bitwise(recorded, expected)
+
+    def test_looked_at(self, call, x):
+        """A mode that only looks, as a profiler's."""
+        seen = []
+
+        class Looks(TorchDispatchMode):
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+                seen.append(str(op))
+                return op(*args, **kwargs or {})
+
+        with Looks():
+            results = flat(call(x))
+        for looked_at, expected in zip(results, flat(call(x)), strict=True):
+            assert_bitwise(looked_at, expected)
+
+
+def test_a_planned_wrapper_under_fake_tensors(device):
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 16, dtype=torch.uint8, device=device))
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    wrapper.plan(offsets, offsets, 4, 2, 64, q_data_type=HALF)
+    with FakeTensorMode():
+        q, k = (torch.empty(8, heads, 64, dtype=HALF, device=device) for heads in (4, 2))
+        out, lse = wrapper.run(q, k, k, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (8, 4) and isinstance(out, torch._subclasses.FakeTensor)
