@@ -64,8 +64,9 @@ def layer(problem, target) -> Config:
 
 
 def commit(problem, target) -> Config:
+    # One warp, as in steps: 48 layers of 16 x 16 / 32 heads take 1160 us, and 1435 with 32 rows and 4 warps (H100).
     key, value = power_of_two(problem.key_dim, 16), power_of_two(problem.value_dim, 16)
-    return Config(max(8, min(value, 4096 // key)), 4, capability_for(target, problem.state_dtype))
+    return Config(max(4, min(value, 1024 // key)), 1, capability_for(target, problem.state_dtype))
 
 
 @dataclass(frozen=True)
