@@ -105,30 +105,27 @@ def produce(
 
 @gluon.jit
 def _entries(table, start, end, settings: Settings):
-    """Table entries of a block of keys, as the tuple of slices of 16 keys that _gather_tile takes; -1 past the end."""
-    SLICE: gl.constexpr = 16
-    entries = ()
-    for i in gl.static_range(KEYS // SLICE):
-        position = start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, COPY))
-        at = position if settings.SPARSE else position // settings.PAGE_SIZE
-        entries += (gl.load(table + at, mask=position < end, other=-1),)
-    return entries
+    """Table entries of a block of keys; -1 past the end."""
+    position = start + gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
+    at = position if settings.SPARSE else position // settings.PAGE_SIZE
+    return gl.load(table + at, mask=position < end, other=-1)
 
 
 @gluon.jit
 def _gather_tile(to, source, entries, start, page, step, settings: Settings):
-    """Start copying the rows of one tile; rows without a key become zeros."""
-    SLICE: gl.constexpr = 16
+    """Start copying the rows of one tile; rows without a key become zeros.
+
+    All rows in one copy: the compiler puts a barrier of the four warps between two copies to one buffer.
+    """
     d = gl.arange(0, to.shape[1], gl.SliceLayout(0, COPY))
-    for i in gl.static_range(KEYS // SLICE):
-        entry = entries[i]
-        row = start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, COPY))
-        if settings.SPARSE:
-            row = entry
-            entry = entry // settings.PAGE_SIZE
-        # The mask is false for rows without a key, whose offsets are meaningless.
-        at = entry.to(gl.int64) * page + (row % settings.PAGE_SIZE).to(gl.int64) * step
-        cp_async(to.slice(i * SLICE, SLICE, dim=0), source + at[:, None] + d[None, :], mask=(entries[i] >= 0)[:, None])
+    row = start + gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
+    page_of = entries
+    if settings.SPARSE:
+        row = entries
+        page_of = entries // settings.PAGE_SIZE
+    # The mask is false for rows without a key, whose offsets are meaningless.
+    at = page_of.to(gl.int64) * page + (row % settings.PAGE_SIZE).to(gl.int64) * step
+    cp_async(to, source + at[:, None] + d[None, :], mask=(entries >= 0)[:, None])
 
 
 @gluon.jit
