@@ -104,11 +104,11 @@ def produce(
 
 
 @gluon.jit
-def _entries(table, start, end, settings: Settings):
-    """Table entries of a block of keys; -1 past the end."""
+def _entries(table, start, begin, end, settings: Settings):
+    """Table entries of a block of keys; -1 outside of a work item's keys."""
     position = start + gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
     at = position if settings.SPARSE else position // settings.PAGE_SIZE
-    return gl.load(table + at, mask=position < end, other=-1)
+    return gl.load(table + at, mask=(position >= begin) & (position < end), other=-1)
 
 
 @gluon.jit
@@ -161,19 +161,22 @@ def gather(
             begin, end, pairs, plain_end = span(record, settings)
             table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
             start = begin + (pairs - 1) * 2 * KEYS
+            entries = _entries(table, start, begin, end, settings)
+            after = _entries(table, start + KEYS, begin, end, settings)
             for i in range(pairs):
                 for block in gl.static_range(2):
-                    # Loaded before the wait for a release, which hides the latency.
-                    entries = _entries(table, start, end, settings)
-                    if settings.SPARSE:
-                        publish_bias(block, shared, table, start, end, phase)
-                    for part in gl.static_range(2):
+                    # Loaded a pair ahead: a table is read once, so its entries come from memory, not from L2.
+                    later = _entries(table, start - 2 * KEYS, begin, end, settings)
+                    for half in gl.static_range(2):
                         _gather_half(
-                            block, part == block, ckv, kpe, shared, entries, start, ckv_page, ckv_step, kpe_page,
+                            block, half == block, ckv, kpe, shared, entries, start, ckv_page, ckv_step, kpe_page,
                             kpe_step, phase, settings,
                         )  # fmt: skip
-                    start += KEYS
-                start -= 4 * KEYS
+                        if settings.SPARSE and half == 0:
+                            publish_bias(block, shared, entries, phase)
+                    entries = after
+                    after = later
+                    start += KEYS if block == 0 else -3 * KEYS
                 phase ^= 1
         wave += 1
         last += retries(wave, waves, shared, settings)

@@ -27,14 +27,12 @@ def load_words(source, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def publish_bias(BLOCK: gl.constexpr, shared: Shared, table, start, end, phase):
+def publish_bias(BLOCK: gl.constexpr, shared: Shared, entries, phase):
     """Store the bias of a sparse block, 0 for keys that exist and -inf for others, and signal the consumers."""
-    position = start + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
-    entry = gl.load(table + position, mask=position < end, other=-1)
     # The block's own warpgroup reads the bias before it releases its first half, so after that release the bias is
     # free.
     mbarrier.wait((shared.left_empty if BLOCK == 0 else shared.right_empty).index(BLOCK), phase)
-    shared.bias.index(BLOCK).store(gl.where(entry >= 0, 0.0, float("-inf")))
+    shared.bias.index(BLOCK).store(gl.where(entries >= 0, 0.0, float("-inf")))
     block_barrier()
     mbarrier.arrive(shared.bias_full.index(BLOCK), count=1)
 
@@ -119,7 +117,7 @@ def widen(
                 for block in gl.static_range(2):
                     following = start + (KEYS if block == 0 else -3 * KEYS)
                     if settings.SPARSE:
-                        publish_bias(block, shared, table, start, end, phase)
+                        publish_bias(block, shared, entries, phase)
                     next_at = _offsets(after, following, ckv_page, ckv_step, settings)
                     if settings.POSITIONAL:
                         rest_at = _offsets(entries, start, kpe_page, kpe_step, settings)
