@@ -18,6 +18,8 @@ MOST_FAILED = gl.constexpr(64)
 # the same rows in every tile.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
+# Lines of 128 bytes of the rows of a block: two threads share a row.
+LINES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
 # The output of a warpgroup as it is stored: four lanes have 64 bytes of a row, where wgmma's layout gives them 16. The
 # rows of a warp are the same, so lanes exchange registers.
 STORED = gl.constexpr(
