@@ -153,6 +153,25 @@ def _finish(
 
 
 @gluon.jit
+def _fetch_half(
+    WG: gl.constexpr, record, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings
+):
+    """Copy a warpgroup's half of a tile's queries, and wait for it."""
+    # The other warpgroup has read the previous tile's queries: this one has waited for its last weights.
+    by_n, by_h = scalars.q_nope_stride_n, scalars.q_nope_stride_h
+    if WG == 0:
+        fetch(shared.q_left.index(0), tensors.q_nope, record, by_n, by_h, settings)
+        if settings.POSITIONAL:
+            by_n, by_h = scalars.q_pe_stride_n, scalars.q_pe_stride_h
+            fetch(shared.q_rest.index(0), tensors.q_pe, record, by_n, by_h, settings)
+    else:
+        q_right = tensors.q_nope + (HALF if settings.Q_FP8 == "" else HALF // 4)
+        fetch(shared.q_right.index(0), q_right, record, by_n, by_h, settings)
+    cp_async_commit()
+    cp_async_wait(0)
+
+
+@gluon.jit
 def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
     """Consumer warpgroup WG: computes the scores of block WG of each pair, and half WG of the output's columns."""
     STEPS: gl.constexpr = first_steps if WG == 0 else second_steps
@@ -173,6 +192,8 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
     step = 0
     wave = 0
     failures = 0
+    # The parity of tiles so far.
+    turn = 0
     # Without loop-invariant code motion: values that all items share are recomputed for each, because the loops over
     # keys need the registers.
     while tl.condition(wave < last, disable_licm=True):
@@ -192,26 +213,12 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
             total = gl.zeros([ROWS], gl.float32, S_ROWS)
             failed = pairs < 0
             if pairs > 0:
-                # The other warpgroup has read the previous tile's queries: this one has waited for its last weights.
-                if WG == 0:
-                    fetch(
-                        shared.q_left.index(0), tensors.q_nope, record, scalars.q_nope_stride_n,
-                        scalars.q_nope_stride_h, settings,
-                    )  # fmt: skip
-                    if settings.POSITIONAL:
-                        fetch(
-                            shared.q_rest.index(0), tensors.q_pe, record, scalars.q_pe_stride_n,
-                            scalars.q_pe_stride_h, settings,
-                        )  # fmt: skip
+                if settings.Q_COPIED:
+                    mbarrier.wait(shared.q_full, turn)
+                    fence_async_shared()
                 else:
-                    q_right = tensors.q_nope + (HALF if settings.Q_FP8 == "" else HALF // 4)
-                    fetch(
-                        shared.q_right.index(0), q_right, record, scalars.q_nope_stride_n, scalars.q_nope_stride_h,
-                        settings,
-                    )  # fmt: skip
-                cp_async_commit()
-                cp_async_wait(0)
-                _barrier(shared, 0)
+                    _fetch_half(WG, record, shared, tensors, scalars, settings)
+                    _barrier(shared, 0)
                 start = begin + (pairs - 1) * 2 * KEYS
                 acc, top, total, step = STEPS(
                     acc, top, total, step, pairs - plain, start, end, plain_end, position, zeros, shared, factor, scale,
@@ -224,8 +231,14 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
                     acc, total, step = PLAIN_STEPS(
                         acc, top, total, step, plain, zeros, shared, factor, scale, scalars.pe_ratio, settings
                     )
+                if settings.Q_COPIED:
+                    mbarrier.arrive(shared.q_read, count=1)
                 shared.sums.index(WG).store(total)
-                _barrier(shared, 1)
+                if settings.Q_COPIED:
+                    _barrier(shared, turn)
+                    turn ^= 1
+                else:
+                    _barrier(shared, 1)
                 # Both sums from shared memory, so that both warpgroups have the same bits.
                 total = shared.sums.index(0).load(total.type.layout) + shared.sums.index(1).load(total.type.layout)
                 # Computed again instead of kept: the loop over keys needs the registers.
@@ -265,7 +278,8 @@ def attend_latent_sm90_kernel(
     """
     DTYPE: gl.constexpr = q_nope.dtype.element_ty if Q_FP8 == "" else gl.float16
     settings = Settings(
-        HEADS=HEADS, PAGE_SIZE=keys.PAGE_SIZE, SPARSE=keys.SPARSE, GATHER=keys.GATHER, POSITIONAL=POSITIONAL,
+        HEADS=HEADS, PAGE_SIZE=keys.PAGE_SIZE, SPARSE=keys.SPARSE, GATHER=keys.GATHER,
+        Q_COPIED=keys.GATHER and keys.FP8 == "", POSITIONAL=POSITIONAL,
         KV_FP8=keys.FP8, Q_FP8=Q_FP8, CAUSAL=CAUSAL, SINKS=call.SINKS, DEVICE_SCALES=call.SCALES, TRANSFORM=TRANSFORM,
         FIXED=DTYPE == gl.bfloat16 and keys.FP8 == "", LSE=call.LSE, BASE_E=call.BASE_E,
     )  # fmt: skip
@@ -279,6 +293,8 @@ def attend_latent_sm90_kernel(
         q_left=gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], Q_HALF),
         q_right=gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], Q_HALF),
         q_rest=gl.allocate_shared_memory(DTYPE, [1, ROWS, REST], Q_REST),
+        q_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        q_read=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         left=gl.allocate_shared_memory(DTYPE, [2, KEYS, HALF], K_HALF),
         right=gl.allocate_shared_memory(DTYPE, [2, KEYS, HALF], K_HALF),
         rest=gl.allocate_shared_memory(DTYPE, [2, KEYS, REST], K_REST),
@@ -299,6 +315,9 @@ def attend_latent_sm90_kernel(
     # Arrivals that fill a part: with `gather` each of 128 threads arrives; with TMA one thread does, and bytes are
     # counted; `widen` arrives once for its four warps.
     WRITERS: gl.constexpr = 128 if keys.GATHER and keys.FP8 == "" else 1
+    if settings.Q_COPIED:
+        mbarrier.init(shared.q_full, count=WRITERS)
+        mbarrier.init(shared.q_read, count=2)
     for part in gl.static_range(4):
         mbarrier.init(shared.left_full.index(part), count=WRITERS)
         mbarrier.init(shared.right_full.index(part), count=WRITERS)
@@ -326,8 +345,8 @@ def attend_latent_sm90_kernel(
                 (_consume, (gl.constexpr(0), shared, tensors, scalars, settings)),
                 (_consume, (gl.constexpr(1), shared, tensors, scalars, settings)),
                 (gather if keys.FP8 == "" else widen, (
-                    ckv_map, kpe_map, shared, work.items, work.counts, kv_indices, ckv_by.page, ckv_by.step,
-                    kpe_by.page, kpe_by.step, settings,
+                    ckv_map, kpe_map, shared, tensors, scalars, kv_indices, ckv_by.page, ckv_by.step, kpe_by.page,
+                    kpe_by.step, settings,
                 )),
             ],
             [4, 4],

@@ -3,7 +3,7 @@
 - `produce`, one warp for each block of a pair: TMA copies, a box for each page.
 - `gather`, four warps: cp.async row by row, for sparse tokens and page sizes that are no TMA box. FP8 keys:
   sm90_widen.py.
-- `fetch`, by the consumers: the query rows of a tile, each warpgroup its half of the columns.
+- `fetch`: the query rows of a tile; by `gather`, else by the consumers, each warpgroup its half of the columns.
 """
 
 from flashinfer._core.gluon_compat import (
@@ -22,7 +22,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention.mla.sm90_settings import COPY, HALF, KEYS, LINES, PART, REST, ROWS, Settings, Shared
+from flashinfer.ops.attention.mla.sm90_settings import COPY, HALF, KEYS, LINES, PART, REST, ROWS, Scalars, Settings, Shared, Tensors
 from flashinfer.ops.attention.mla.sm90_widen import fetch_fp8, publish_bias
 from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
 
@@ -161,18 +161,21 @@ def _gather_half(
 
 @gluon.jit
 def gather(
-    ckv, kpe, shared: Shared, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings
-):
-    """Four producer warps: copy keys row by row with cp.async, for sparse tokens and pages that are no TMA box."""
-    count = gl.load(counts)
+    ckv, kpe, shared: Shared, tensors: Tensors, scalars: Scalars, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step,
+    settings: Settings,
+):  # fmt: skip
+    """Four producer warps: copy keys row by row with cp.async, for sparse tokens and pages that are no TMA box, and
+    each tile's queries."""
+    count = gl.load(tensors.counts)
     phase = 1
+    q_phase = 1
     waves = gl.cdiv(count, gl.num_programs(0))
     last = waves
     wave = 0
     while wave < last:
         item = item_of(wave, waves, shared, settings)
         if item < count:
-            record = items + item * ITEM_WIDTH
+            record = tensors.items + item * ITEM_WIDTH
             begin, end, pairs, plain_end = span(record, settings)
             table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
             start = begin + (pairs - 1) * 2 * KEYS
@@ -195,6 +198,12 @@ def gather(
                         )  # fmt: skip
                         if settings.SPARSE and half == 0:
                             publish_bias(block, shared, entries, phase)
+                    if block == 0:
+                        if i == 0:
+                            # After the keys of the first block, which are released earlier.
+                            mbarrier.wait(shared.q_read, q_phase)
+                            _fetch_all(record, shared, tensors, scalars, settings)
+                            q_phase ^= 1
                     entries = after
                     after = later
                     start = following
@@ -209,12 +218,21 @@ def fetch(tile, q, record, stride_n, stride_h, settings: Settings):
     if settings.Q_FP8 != "":
         fetch_fp8(tile, q, record, stride_n, stride_h, settings)
         return
-    SLICE: gl.constexpr = 16
     d = gl.arange(0, tile.shape[1], gl.SliceLayout(0, COPY))
-    first = gl.load(record + ITEM_TILE_ROW) + opaque(gl.arange(0, SLICE, gl.SliceLayout(1, COPY)))
-    for i in gl.static_range(ROWS // SLICE):
-        packed = first + i * SLICE
-        token = packed // settings.HEADS
-        at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % settings.HEADS) * stride_h
-        there = token < gl.load(record + ITEM_Q_LEN)
-        cp_async(tile.slice(i * SLICE, SLICE, dim=0), q + at[:, None] + d[None, :], mask=there[:, None])
+    packed = gl.load(record + ITEM_TILE_ROW) + opaque(gl.arange(0, ROWS, gl.SliceLayout(1, COPY)))
+    token = packed // settings.HEADS
+    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % settings.HEADS) * stride_h
+    there = token < gl.load(record + ITEM_Q_LEN)
+    cp_async(tile, q + at[:, None] + d[None, :], mask=there[:, None])
+
+
+@gluon.jit
+def _fetch_all(record, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
+    """Producers' fetch of a tile's queries, once both warpgroups have multiplied the previous tile's."""
+    by_n, by_h = scalars.q_nope_stride_n, scalars.q_nope_stride_h
+    fetch(shared.q_left.index(0), tensors.q_nope, record, by_n, by_h, settings)
+    fetch(shared.q_right.index(0), tensors.q_nope + HALF, record, by_n, by_h, settings)
+    if settings.POSITIONAL:
+        by_n, by_h = scalars.q_pe_stride_n, scalars.q_pe_stride_h
+        fetch(shared.q_rest.index(0), tensors.q_pe, record, by_n, by_h, settings)
+    cp_async_arrive(shared.q_full, increment_count=False)

@@ -40,6 +40,8 @@ class Settings:
     SPARSE: gl.constexpr
     # Whether keys are copied row by row instead of by TMA.
     GATHER: gl.constexpr
+    # Whether the producers copy queries too: those that gather with cp.async.
+    Q_COPIED: gl.constexpr
     # Whether keys have a positional row.
     POSITIONAL: gl.constexpr
     # The FP8 formats ("e4m3", "e5m2") of keys and queries, which are widened as they are loaded; "" for bf16 and fp16.
@@ -69,6 +71,9 @@ class Shared:
     q_left: gl.shared_memory_descriptor
     q_right: gl.shared_memory_descriptor
     q_rest: gl.shared_memory_descriptor
+    # With Q_COPIED: the mbarriers of producers for consumers, and of both consumers for producers.
+    q_full: gl.shared_memory_descriptor
+    q_read: gl.shared_memory_descriptor
     left: gl.shared_memory_descriptor
     right: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor

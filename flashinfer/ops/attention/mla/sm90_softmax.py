@@ -42,7 +42,7 @@ def _half_scores(
     q = (shared.q_left if LEFT else shared.q_right).index(zero)
     keys = (shared.left if LEFT else shared.right).index(BLOCK + zero)
     full = shared.left_full if LEFT else shared.right_full
-    TOGETHER: gl.constexpr = settings.GATHER and settings.KV_FP8 == ""
+    TOGETHER: gl.constexpr = settings.Q_COPIED
     if TOGETHER:
         # One fence for both: each takes a barrier of the warpgroup with it.
         _wait_half(full, BLOCK, step & 1, settings)

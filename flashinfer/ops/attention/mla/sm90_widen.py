@@ -14,7 +14,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_WIDTH,
 )
 from flashinfer.ops.attention._device.sm90_widen import lanes, store_widened
-from flashinfer.ops.attention.mla.sm90_settings import HALF, KEYS, PART, REST, ROWS, Settings, Shared
+from flashinfer.ops.attention.mla.sm90_settings import HALF, KEYS, PART, REST, ROWS, Scalars, Settings, Shared, Tensors
 from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
 
 
@@ -86,8 +86,9 @@ def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, shared: Shared, words, re
 
 @gluon.jit
 def widen(
-    ckv, kpe, shared: Shared, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings
-):
+    ckv, kpe, shared: Shared, tensors: Tensors, scalars: Scalars, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step,
+    settings: Settings,
+):  # fmt: skip
     """Four producer warps: load FP8 keys, convert them in registers, and store them, one part after another, with the
     loads of the next parts in flight.
 
@@ -95,7 +96,7 @@ def widen(
     """
     # Parts whose loads are in flight.
     AHEAD: gl.constexpr = 2
-    count = gl.load(counts)
+    count = gl.load(tensors.counts)
     phase = 1
     waves = gl.cdiv(count, gl.num_programs(0))
     last = waves
@@ -103,7 +104,7 @@ def widen(
     while wave < last:
         item = item_of(wave, waves, shared, settings)
         if item < count:
-            record = items + item * ITEM_WIDTH
+            record = tensors.items + item * ITEM_WIDTH
             begin, end, pairs, plain_end = span(record, settings)
             table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
             start = begin + (pairs - 1) * 2 * KEYS
