@@ -22,9 +22,21 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention.mla.sm90_settings import COPY, HALF, KEYS, LINES, PART, REST, ROWS, Scalars, Settings, Shared, Tensors
+from flashinfer.ops.attention.mla.sm90_settings import (
+    COPY,
+    HALF,
+    KEYS,
+    LINES,
+    PART,
+    REST,
+    ROWS,
+    Scalars,
+    Settings,
+    Shared,
+    Tensors,
+)
 from flashinfer.ops.attention.mla.sm90_widen import fetch_fp8, publish_bias
-from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
+from flashinfer.ops.attention.mla.sm90_work import entries_of, item_of, offsets_of, retries, span
 
 
 @gluon.jit
@@ -104,31 +116,13 @@ def produce(
 
 
 @gluon.jit
-def _entries(LAYOUT: gl.constexpr, table, start, begin, end, settings: Settings):
-    """Table entries of a block of keys; -1 outside of a work item's keys."""
-    position = start + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
-    at = position if settings.SPARSE else position // settings.PAGE_SIZE
-    return gl.load(table + at, mask=(position >= begin) & (position < end), other=-1)
-
-
-@gluon.jit
-def _offsets(entries, start, page, step, settings: Settings):
-    """Offsets of the rows of a block, from its table entries; meaningless where there is no key."""
-    row = start + gl.arange(0, KEYS, entries.type.layout)
-    if settings.SPARSE:
-        row = entries
-        entries = entries // settings.PAGE_SIZE
-    return entries.to(gl.int64) * page + (row % settings.PAGE_SIZE).to(gl.int64) * step
-
-
-@gluon.jit
 def _gather_tile(to, source, entries, start, page, step, settings: Settings):
     """Start copying the rows of one tile; rows without a key become zeros.
 
     All rows in one copy: the compiler puts a barrier of the four warps between two copies to one buffer.
     """
     d = gl.arange(0, to.shape[1], gl.SliceLayout(0, COPY))
-    at = _offsets(entries, start, page, step, settings)
+    at = offsets_of(entries, start, page, step, settings)
     cp_async(to, source + at[:, None] + d[None, :], mask=(entries >= 0)[:, None])
 
 
@@ -136,11 +130,11 @@ def _gather_tile(to, source, entries, start, page, step, settings: Settings):
 def _prefetch_rows(ckv, kpe, entries, start, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings):
     """Start to bring the rows of a block into L2, with `entries` in the layout of LINES."""
     there = entries >= 0
-    at = gl.where(there, _offsets(entries, start, ckv_page, ckv_step, settings), 0)
+    at = gl.where(there, offsets_of(entries, start, ckv_page, ckv_step, settings), 0)
     line = gl.arange(0, 2 * HALF // 64, gl.SliceLayout(0, LINES)) * 64
     prefetch(ckv + at[:, None] + line[None, :])
     if settings.POSITIONAL:
-        prefetch(kpe + gl.where(there, _offsets(entries, start, kpe_page, kpe_step, settings), 0))
+        prefetch(kpe + gl.where(there, offsets_of(entries, start, kpe_page, kpe_step, settings), 0))
 
 
 @gluon.jit
@@ -166,6 +160,8 @@ def gather(
 ):  # fmt: skip
     """Four producer warps: copy keys row by row with cp.async, for sparse tokens and pages that are no TMA box, and
     each tile's queries."""
+    TILE: gl.constexpr = gl.SliceLayout(1, COPY)
+    LINED: gl.constexpr = gl.SliceLayout(1, LINES)
     count = gl.load(tensors.counts)
     phase = 1
     q_phase = 1
@@ -179,18 +175,16 @@ def gather(
             begin, end, pairs, plain_end = span(record, settings)
             table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
             start = begin + (pairs - 1) * 2 * KEYS
-            entries = _entries(COPY, table, start, begin, end, settings)
-            after = _entries(COPY, table, start + KEYS, begin, end, settings)
-            lines = _entries(LINES, table, start + KEYS, begin, end, settings)
+            entries = entries_of(TILE, table, start, begin, end, settings)
+            after = entries_of(TILE, table, start + KEYS, begin, end, settings)
+            lines = entries_of(LINED, table, start + KEYS, begin, end, settings)
             for i in range(pairs):
                 for block in gl.static_range(2):
                     # Loaded a pair ahead: a table is read once, so its entries come from memory, not from L2.
-                    later = _entries(COPY, table, start - 2 * KEYS, begin, end, settings)
+                    later = entries_of(TILE, table, start - 2 * KEYS, begin, end, settings)
                     following = start + (KEYS if block == 0 else -3 * KEYS)
-                    _prefetch_rows(
-                        ckv, kpe, lines, following, ckv_page, ckv_step, kpe_page, kpe_step, settings
-                    )  # fmt: skip
-                    lines = _entries(LINES, table, start - 2 * KEYS, begin, end, settings)
+                    _prefetch_rows(ckv, kpe, lines, following, ckv_page, ckv_step, kpe_page, kpe_step, settings)
+                    lines = entries_of(LINED, table, start - 2 * KEYS, begin, end, settings)
                     for half in gl.static_range(2):
                         _gather_half(
                             block, half == block, ckv, kpe, shared, entries, start, ckv_page, ckv_step, kpe_page,
