@@ -17,9 +17,9 @@ MOST_FAILED = gl.constexpr(64)
 # Four warps copy 16 rows of 64 columns at a time, eight lanes a row, whose 128 bytes fill all banks. Each thread has
 # the same rows in every tile.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
 # Lines of 128 bytes of the rows of a block: two threads share a row.
 LINES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
+
 
 @aggregate
 class Settings:
