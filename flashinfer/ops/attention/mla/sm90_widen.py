@@ -106,7 +106,7 @@ def widen(
                     if settings.POSITIONAL:
                         rest_at = offsets_of(entries, start, kpe_page, kpe_step, settings)
                         rest = load_words(kpe, rest_at, entries >= 0, 0, REST // 4)
-                    later = entries_of(TILE, table, following + (-3 * KEYS if block == 0 else KEYS), begin, end, settings)
+                    later = entries_of(TILE, table, start - 2 * KEYS, begin, end, settings)
                     for part in gl.static_range(4):
                         if settings.POSITIONAL and part == 2:
                             _widen_part(block, part, shared, in_flight[0], rest, phase, settings)

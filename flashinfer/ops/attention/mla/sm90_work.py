@@ -1,4 +1,4 @@
-"""Latent attention on Hopper: the order of a thread block's work items, the keys of an item, and where their rows are."""
+"""Latent attention on Hopper: the order of a thread block's work items, and the keys of an item."""
 
 from flashinfer._core.gluon_compat import gl, gluon, mbarrier
 from flashinfer.ops._device.sm90.publish import read_word
