@@ -50,6 +50,7 @@ from flashinfer.ops.attention.mla.sm90_settings import (
     MOST_FAILED,
     REST,
     ROWS,
+    STORED,
     Scalars,
     Settings,
     Shared,
@@ -93,6 +94,16 @@ def _failed(total, record, settings: Settings):
 
 
 @gluon.jit
+def _store(WG: gl.constexpr, x, base, stride_token, stride_head, tile_row, q_len, settings: Settings):
+    """Store a warpgroup's columns of the rows that the request has; row tile_row + r is at token and head."""
+    flat = tile_row + _rows(gl.SliceLayout(1, x.type.layout))
+    cols = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, x.type.layout))
+    token = flat // settings.HEADS
+    at = token.to(gl.int64) * stride_token + (flat % settings.HEADS) * stride_head
+    gl.store(base + at[:, None] + cols[None, :], x, mask=(token < q_len)[:, None])
+
+
+@gluon.jit
 def _finish(
     WG: gl.constexpr, acc, top, total, record, out_scale, tensors: Tensors, scalars: Scalars, settings: Settings
 ):
@@ -101,7 +112,6 @@ def _finish(
     acc [ROWS, HALF]; top, the maximum in base 2, and total, the sum of weights [ROWS].
     """
     out = tensors.out
-    O_LAYOUT: gl.constexpr = acc.type.layout
     S_ROWS: gl.constexpr = top.type.layout
     q_row = gl.load(record + ITEM_Q_ROW)
     q_len = gl.load(record + ITEM_Q_LEN)
@@ -126,19 +136,17 @@ def _finish(
     acc = gl.where(per_row(seen, acc), acc * per_row(inverse, acc), 0.0)
     state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
 
-    o_rows = _rows(gl.SliceLayout(1, O_LAYOUT))
-    o_cols = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_LAYOUT))
-    flat = tile_row + o_rows
-    o_ok = (flat // settings.HEADS < q_len)[:, None]
     if slot >= 0:
         row = slot.to(gl.int64) * ROWS
-        gl.store(tensors.partial_out + (row + o_rows)[:, None] * (2 * HALF) + o_cols[None, :], acc, mask=o_ok)
+        # Row 0 of a split is row tile_row of the request.
+        first = tensors.partial_out + (row - tile_row) * (2 * HALF)
+        _store(WG, acc, first, settings.HEADS * 2 * HALF, 2 * HALF, tile_row, q_len, settings)
         if WG == 0:
             gl.store(tensors.partial_lse + row + rows, state, mask=row_ok)
     else:
-        at = (q_row + flat // settings.HEADS).to(gl.int64) * scalars.o_stride_n
-        at += (flat % settings.HEADS) * scalars.o_stride_h
-        gl.store(out + at[:, None] + o_cols[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
+        result = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
+        request = out + q_row.to(gl.int64) * scalars.o_stride_n
+        _store(WG, result, request, scalars.o_stride_n, scalars.o_stride_h, tile_row, q_len, settings)
         if settings.LSE and WG == 0:
             lse_at = (q_row + token).to(gl.int64) * settings.HEADS + head
             gl.store(tensors.lse + lse_at, state * LN2 if settings.BASE_E else state, mask=row_ok)
