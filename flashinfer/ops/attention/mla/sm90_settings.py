@@ -20,8 +20,8 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # Lines of 128 bytes of the rows of a block: two threads share a row.
 LINES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
 
-# The output of a warpgroup as it is stored: four lanes have 32 bytes of a row, a sector, where wgmma's layout gives them
-# 16. Lanes exchange every second register.
+# The output of a warpgroup as it is stored: four lanes have 32 bytes of a row, a sector, where wgmma's layout gives
+# them 16. Lanes exchange every second register; 64 bytes would go through shared memory, and more registers.
 STORED = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
