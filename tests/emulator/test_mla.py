@@ -63,7 +63,9 @@ def test_sinks_and_factors(seed, kv_dtype):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kv_dtype", (BF16, E4M3))
-@pytest.mark.parametrize("page, heads, count, top_k", ((64, 16, 3, 40), (1, 16, 3, 200), (5, 21, 4, 100)))
+@pytest.mark.parametrize(
+    "page, heads, count, top_k", ((64, 16, 3, 40), (1, 16, 3, 200), (5, 21, 4, 100), (64, 128, 5, 600))
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_keys_named_one_by_one(seed, page, heads, count, top_k, kv_dtype):
     check(seed, mla.test_keys_named_one_by_one, page, heads, count, top_k, kv_dtype, CPU)

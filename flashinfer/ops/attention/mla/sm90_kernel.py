@@ -50,6 +50,7 @@ from flashinfer.ops.attention.mla.sm90_settings import (
     MOST_FAILED,
     REST,
     ROWS,
+    STORED,
     Scalars,
     Settings,
     Shared,
@@ -93,6 +94,16 @@ def _failed(total, record, settings: Settings):
 
 
 @gluon.jit
+def _store(WG: gl.constexpr, x, base, stride_token, stride_head, tile_row, q_len, settings: Settings):
+    """Store a warpgroup's columns of the rows that the request has; row tile_row + r is at token and head."""
+    flat = tile_row + _rows(gl.SliceLayout(1, x.type.layout))
+    cols = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, x.type.layout))
+    token = flat // settings.HEADS
+    at = token.to(gl.int64) * stride_token + (flat % settings.HEADS) * stride_head
+    gl.store(base + at[:, None] + cols[None, :], x, mask=(token < q_len)[:, None])
+
+
+@gluon.jit
 def _finish(
     WG: gl.constexpr, acc, top, total, record, out_scale, tensors: Tensors, scalars: Scalars, settings: Settings
 ):
@@ -101,7 +112,6 @@ def _finish(
     acc [ROWS, HALF]; top, the maximum in base 2, and total, the sum of weights [ROWS].
     """
     out = tensors.out
-    O_LAYOUT: gl.constexpr = acc.type.layout
     S_ROWS: gl.constexpr = top.type.layout
     q_row = gl.load(record + ITEM_Q_ROW)
     q_len = gl.load(record + ITEM_Q_LEN)
@@ -126,22 +136,39 @@ def _finish(
     acc = gl.where(per_row(seen, acc), acc * per_row(inverse, acc), 0.0)
     state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
 
-    o_rows = _rows(gl.SliceLayout(1, O_LAYOUT))
-    o_cols = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_LAYOUT))
-    flat = tile_row + o_rows
-    o_ok = (flat // settings.HEADS < q_len)[:, None]
     if slot >= 0:
         row = slot.to(gl.int64) * ROWS
-        gl.store(tensors.partial_out + (row + o_rows)[:, None] * (2 * HALF) + o_cols[None, :], acc, mask=o_ok)
+        # Row 0 of a split is row tile_row of the request.
+        first = tensors.partial_out + (row - tile_row) * (2 * HALF)
+        _store(WG, acc, first, settings.HEADS * 2 * HALF, 2 * HALF, tile_row, q_len, settings)
         if WG == 0:
             gl.store(tensors.partial_lse + row + rows, state, mask=row_ok)
     else:
-        at = (q_row + flat // settings.HEADS).to(gl.int64) * scalars.o_stride_n
-        at += (flat % settings.HEADS) * scalars.o_stride_h
-        gl.store(out + at[:, None] + o_cols[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
+        result = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
+        request = out + q_row.to(gl.int64) * scalars.o_stride_n
+        _store(WG, result, request, scalars.o_stride_n, scalars.o_stride_h, tile_row, q_len, settings)
         if settings.LSE and WG == 0:
             lse_at = (q_row + token).to(gl.int64) * settings.HEADS + head
             gl.store(tensors.lse + lse_at, state * LN2 if settings.BASE_E else state, mask=row_ok)
+
+
+@gluon.jit
+def _fetch_half(
+    WG: gl.constexpr, record, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings
+):
+    """Copy a warpgroup's half of a tile's queries, and wait for it."""
+    # The other warpgroup has read the previous tile's queries: this one has waited for its last weights.
+    by_n, by_h = scalars.q_nope_stride_n, scalars.q_nope_stride_h
+    if WG == 0:
+        fetch(shared.q_left.index(0), tensors.q_nope, record, by_n, by_h, settings)
+        if settings.POSITIONAL:
+            by_n, by_h = scalars.q_pe_stride_n, scalars.q_pe_stride_h
+            fetch(shared.q_rest.index(0), tensors.q_pe, record, by_n, by_h, settings)
+    else:
+        q_right = tensors.q_nope + (HALF if settings.Q_FP8 == "" else HALF // 4)
+        fetch(shared.q_right.index(0), q_right, record, by_n, by_h, settings)
+    cp_async_commit()
+    cp_async_wait(0)
 
 
 @gluon.jit
@@ -165,6 +192,8 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
     step = 0
     wave = 0
     failures = 0
+    # The parity of tiles so far.
+    turn = 0
     # Without loop-invariant code motion: values that all items share are recomputed for each, because the loops over
     # keys need the registers.
     while tl.condition(wave < last, disable_licm=True):
@@ -184,26 +213,12 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
             total = gl.zeros([ROWS], gl.float32, S_ROWS)
             failed = pairs < 0
             if pairs > 0:
-                # The other warpgroup has read the previous tile's queries: this one has waited for its last weights.
-                if WG == 0:
-                    fetch(
-                        shared.q_left.index(0), tensors.q_nope, record, scalars.q_nope_stride_n,
-                        scalars.q_nope_stride_h, settings,
-                    )  # fmt: skip
-                    if settings.POSITIONAL:
-                        fetch(
-                            shared.q_rest.index(0), tensors.q_pe, record, scalars.q_pe_stride_n,
-                            scalars.q_pe_stride_h, settings,
-                        )  # fmt: skip
+                if settings.Q_COPIED:
+                    mbarrier.wait(shared.q_full, turn)
+                    fence_async_shared()
                 else:
-                    q_right = tensors.q_nope + (HALF if settings.Q_FP8 == "" else HALF // 4)
-                    fetch(
-                        shared.q_right.index(0), q_right, record, scalars.q_nope_stride_n, scalars.q_nope_stride_h,
-                        settings,
-                    )  # fmt: skip
-                cp_async_commit()
-                cp_async_wait(0)
-                _barrier(shared, 0)
+                    _fetch_half(WG, record, shared, tensors, scalars, settings)
+                    _barrier(shared, 0)
                 start = begin + (pairs - 1) * 2 * KEYS
                 acc, top, total, step = STEPS(
                     acc, top, total, step, pairs - plain, start, end, plain_end, position, zeros, shared, factor, scale,
@@ -216,8 +231,14 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
                     acc, total, step = PLAIN_STEPS(
                         acc, top, total, step, plain, zeros, shared, factor, scale, scalars.pe_ratio, settings
                     )
+                if settings.Q_COPIED:
+                    mbarrier.arrive(shared.q_read, count=1)
                 shared.sums.index(WG).store(total)
-                _barrier(shared, 1)
+                if settings.Q_COPIED:
+                    _barrier(shared, turn)
+                    turn ^= 1
+                else:
+                    _barrier(shared, 1)
                 # Both sums from shared memory, so that both warpgroups have the same bits.
                 total = shared.sums.index(0).load(total.type.layout) + shared.sums.index(1).load(total.type.layout)
                 # Computed again instead of kept: the loop over keys needs the registers.
@@ -257,7 +278,8 @@ def attend_latent_sm90_kernel(
     """
     DTYPE: gl.constexpr = q_nope.dtype.element_ty if Q_FP8 == "" else gl.float16
     settings = Settings(
-        HEADS=HEADS, PAGE_SIZE=keys.PAGE_SIZE, SPARSE=keys.SPARSE, GATHER=keys.GATHER, POSITIONAL=POSITIONAL,
+        HEADS=HEADS, PAGE_SIZE=keys.PAGE_SIZE, SPARSE=keys.SPARSE, GATHER=keys.GATHER,
+        Q_COPIED=keys.GATHER and keys.FP8 == "", POSITIONAL=POSITIONAL,
         KV_FP8=keys.FP8, Q_FP8=Q_FP8, CAUSAL=CAUSAL, SINKS=call.SINKS, DEVICE_SCALES=call.SCALES, TRANSFORM=TRANSFORM,
         FIXED=DTYPE == gl.bfloat16 and keys.FP8 == "", LSE=call.LSE, BASE_E=call.BASE_E,
     )  # fmt: skip
@@ -271,6 +293,8 @@ def attend_latent_sm90_kernel(
         q_left=gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], Q_HALF),
         q_right=gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], Q_HALF),
         q_rest=gl.allocate_shared_memory(DTYPE, [1, ROWS, REST], Q_REST),
+        q_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        q_read=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         left=gl.allocate_shared_memory(DTYPE, [2, KEYS, HALF], K_HALF),
         right=gl.allocate_shared_memory(DTYPE, [2, KEYS, HALF], K_HALF),
         rest=gl.allocate_shared_memory(DTYPE, [2, KEYS, REST], K_REST),
@@ -291,6 +315,9 @@ def attend_latent_sm90_kernel(
     # Arrivals that fill a part: with `gather` each of 128 threads arrives; with TMA one thread does, and bytes are
     # counted; `widen` arrives once for its four warps.
     WRITERS: gl.constexpr = 128 if keys.GATHER and keys.FP8 == "" else 1
+    if settings.Q_COPIED:
+        mbarrier.init(shared.q_full, count=WRITERS)
+        mbarrier.init(shared.q_read, count=2)
     for part in gl.static_range(4):
         mbarrier.init(shared.left_full.index(part), count=WRITERS)
         mbarrier.init(shared.right_full.index(part), count=WRITERS)
@@ -318,8 +345,8 @@ def attend_latent_sm90_kernel(
                 (_consume, (gl.constexpr(0), shared, tensors, scalars, settings)),
                 (_consume, (gl.constexpr(1), shared, tensors, scalars, settings)),
                 (gather if keys.FP8 == "" else widen, (
-                    ckv_map, kpe_map, shared, work.items, work.counts, kv_indices, ckv_by.page, ckv_by.step,
-                    kpe_by.page, kpe_by.step, settings,
+                    ckv_map, kpe_map, shared, tensors, scalars, kv_indices, ckv_by.page, ckv_by.step, kpe_by.page,
+                    kpe_by.step, settings,
                 )),
             ],
             [4, 4],

@@ -3,7 +3,7 @@
 - `produce`, one warp for each block of a pair: TMA copies, a box for each page.
 - `gather`, four warps: cp.async row by row, for sparse tokens and page sizes that are no TMA box. FP8 keys:
   sm90_widen.py.
-- `fetch`, by the consumers: the query rows of a tile, each warpgroup its half of the columns.
+- `fetch`: the query rows of a tile; by `gather`, else by the consumers, each warpgroup its half of the columns.
 """
 
 from flashinfer._core.gluon_compat import (
@@ -14,7 +14,7 @@ from flashinfer._core.gluon_compat import (
     mbarrier,
     tma_load,
 )
-from flashinfer.ops._device.sm90.registers import opaque
+from flashinfer.ops._device.sm90.registers import opaque, prefetch
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
     ITEM_Q_LEN,
@@ -22,9 +22,21 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention.mla.sm90_settings import COPY, HALF, KEYS, PART, REST, ROWS, Settings, Shared
+from flashinfer.ops.attention.mla.sm90_settings import (
+    COPY,
+    HALF,
+    KEYS,
+    LINES,
+    PART,
+    REST,
+    ROWS,
+    Scalars,
+    Settings,
+    Shared,
+    Tensors,
+)
 from flashinfer.ops.attention.mla.sm90_widen import fetch_fp8, publish_bias
-from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
+from flashinfer.ops.attention.mla.sm90_work import entries_of, item_of, offsets_of, retries, span
 
 
 @gluon.jit
@@ -104,31 +116,25 @@ def produce(
 
 
 @gluon.jit
-def _entries(table, start, end, settings: Settings):
-    """Table entries of a block of keys, as the tuple of slices of 16 keys that _gather_tile takes; -1 past the end."""
-    SLICE: gl.constexpr = 16
-    entries = ()
-    for i in gl.static_range(KEYS // SLICE):
-        position = start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, COPY))
-        at = position if settings.SPARSE else position // settings.PAGE_SIZE
-        entries += (gl.load(table + at, mask=position < end, other=-1),)
-    return entries
+def _gather_tile(to, source, entries, start, page, step, settings: Settings):
+    """Start copying the rows of one tile; rows without a key become zeros.
+
+    All rows in one copy: the compiler puts a barrier of the four warps between two copies to one buffer.
+    """
+    d = gl.arange(0, to.shape[1], gl.SliceLayout(0, COPY))
+    at = offsets_of(entries, start, page, step, settings)
+    cp_async(to, source + at[:, None] + d[None, :], mask=(entries >= 0)[:, None])
 
 
 @gluon.jit
-def _gather_tile(to, source, entries, start, page, step, settings: Settings):
-    """Start copying the rows of one tile; rows without a key become zeros."""
-    SLICE: gl.constexpr = 16
-    d = gl.arange(0, to.shape[1], gl.SliceLayout(0, COPY))
-    for i in gl.static_range(KEYS // SLICE):
-        entry = entries[i]
-        row = start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, COPY))
-        if settings.SPARSE:
-            row = entry
-            entry = entry // settings.PAGE_SIZE
-        # The mask is false for rows without a key, whose offsets are meaningless.
-        at = entry.to(gl.int64) * page + (row % settings.PAGE_SIZE).to(gl.int64) * step
-        cp_async(to.slice(i * SLICE, SLICE, dim=0), source + at[:, None] + d[None, :], mask=(entries[i] >= 0)[:, None])
+def _prefetch_rows(ckv, kpe, entries, start, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings):
+    """Start to bring the rows of a block into L2, with `entries` in the layout of LINES."""
+    there = entries >= 0
+    at = gl.where(there, offsets_of(entries, start, ckv_page, ckv_step, settings), 0)
+    line = gl.arange(0, 2 * HALF // 64, gl.SliceLayout(0, LINES)) * 64
+    prefetch(ckv + at[:, None] + line[None, :])
+    if settings.POSITIONAL:
+        prefetch(kpe + gl.where(there, offsets_of(entries, start, kpe_page, kpe_step, settings), 0))
 
 
 @gluon.jit
@@ -149,34 +155,52 @@ def _gather_half(
 
 @gluon.jit
 def gather(
-    ckv, kpe, shared: Shared, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings
-):
-    """Four producer warps: copy keys row by row with cp.async, for sparse tokens and pages that are no TMA box."""
-    count = gl.load(counts)
+    ckv, kpe, shared: Shared, tensors: Tensors, scalars: Scalars, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step,
+    settings: Settings,
+):  # fmt: skip
+    """Four producer warps: copy keys row by row with cp.async, for sparse tokens and pages that are no TMA box, and
+    each tile's queries."""
+    TILE: gl.constexpr = gl.SliceLayout(1, COPY)
+    LINED: gl.constexpr = gl.SliceLayout(1, LINES)
+    count = gl.load(tensors.counts)
     phase = 1
+    q_phase = 1
     waves = gl.cdiv(count, gl.num_programs(0))
     last = waves
     wave = 0
     while wave < last:
         item = item_of(wave, waves, shared, settings)
         if item < count:
-            record = items + item * ITEM_WIDTH
+            record = tensors.items + item * ITEM_WIDTH
             begin, end, pairs, plain_end = span(record, settings)
             table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
             start = begin + (pairs - 1) * 2 * KEYS
+            entries = entries_of(TILE, table, start, begin, end, settings)
+            after = entries_of(TILE, table, start + KEYS, begin, end, settings)
+            lines = entries_of(LINED, table, start + KEYS, begin, end, settings)
             for i in range(pairs):
                 for block in gl.static_range(2):
-                    # Loaded before the wait for a release, which hides the latency.
-                    entries = _entries(table, start, end, settings)
-                    if settings.SPARSE:
-                        publish_bias(block, shared, table, start, end, phase)
-                    for part in gl.static_range(2):
+                    # Loaded a pair ahead: a table is read once, so its entries come from memory, not from L2.
+                    later = entries_of(TILE, table, start - 2 * KEYS, begin, end, settings)
+                    following = start + (KEYS if block == 0 else -3 * KEYS)
+                    _prefetch_rows(ckv, kpe, lines, following, ckv_page, ckv_step, kpe_page, kpe_step, settings)
+                    lines = entries_of(LINED, table, start - 2 * KEYS, begin, end, settings)
+                    for half in gl.static_range(2):
                         _gather_half(
-                            block, part == block, ckv, kpe, shared, entries, start, ckv_page, ckv_step, kpe_page,
+                            block, half == block, ckv, kpe, shared, entries, start, ckv_page, ckv_step, kpe_page,
                             kpe_step, phase, settings,
                         )  # fmt: skip
-                    start += KEYS
-                start -= 4 * KEYS
+                        if settings.SPARSE and half == 0:
+                            publish_bias(block, shared, entries, phase)
+                    if block == 0:
+                        if i == 0:
+                            # After the keys of the first block, which are released earlier.
+                            mbarrier.wait(shared.q_read, q_phase)
+                            _fetch_all(record, shared, tensors, scalars, settings)
+                            q_phase ^= 1
+                    entries = after
+                    after = later
+                    start = following
                 phase ^= 1
         wave += 1
         last += retries(wave, waves, shared, settings)
@@ -188,12 +212,21 @@ def fetch(tile, q, record, stride_n, stride_h, settings: Settings):
     if settings.Q_FP8 != "":
         fetch_fp8(tile, q, record, stride_n, stride_h, settings)
         return
-    SLICE: gl.constexpr = 16
     d = gl.arange(0, tile.shape[1], gl.SliceLayout(0, COPY))
-    first = gl.load(record + ITEM_TILE_ROW) + opaque(gl.arange(0, SLICE, gl.SliceLayout(1, COPY)))
-    for i in gl.static_range(ROWS // SLICE):
-        packed = first + i * SLICE
-        token = packed // settings.HEADS
-        at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % settings.HEADS) * stride_h
-        there = token < gl.load(record + ITEM_Q_LEN)
-        cp_async(tile.slice(i * SLICE, SLICE, dim=0), q + at[:, None] + d[None, :], mask=there[:, None])
+    packed = gl.load(record + ITEM_TILE_ROW) + opaque(gl.arange(0, ROWS, gl.SliceLayout(1, COPY)))
+    token = packed // settings.HEADS
+    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % settings.HEADS) * stride_h
+    there = token < gl.load(record + ITEM_Q_LEN)
+    cp_async(tile, q + at[:, None] + d[None, :], mask=there[:, None])
+
+
+@gluon.jit
+def _fetch_all(record, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
+    """Producers' fetch of a tile's queries, once both warpgroups have multiplied the previous tile's."""
+    by_n, by_h = scalars.q_nope_stride_n, scalars.q_nope_stride_h
+    fetch(shared.q_left.index(0), tensors.q_nope, record, by_n, by_h, settings)
+    fetch(shared.q_right.index(0), tensors.q_nope + HALF, record, by_n, by_h, settings)
+    if settings.POSITIONAL:
+        by_n, by_h = scalars.q_pe_stride_n, scalars.q_pe_stride_h
+        fetch(shared.q_rest.index(0), tensors.q_pe, record, by_n, by_h, settings)
+    cp_async_arrive(shared.q_full, increment_count=False)

@@ -17,6 +17,17 @@ MOST_FAILED = gl.constexpr(64)
 # Four warps copy 16 rows of 64 columns at a time, eight lanes a row, whose 128 bytes fill all banks. Each thread has
 # the same rows in every tile.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# Lines of 128 bytes of the rows of a block: two threads share a row.
+LINES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
+
+# The output of a warpgroup as it is stored: four lanes have 32 bytes of a row, a sector, where wgmma's layout gives
+# them 16. Lanes exchange every second register; 64 bytes would go through shared memory, and more registers.
+STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [64, 256],
+    )
+)  # fmt: skip
 
 
 @aggregate
@@ -29,6 +40,8 @@ class Settings:
     SPARSE: gl.constexpr
     # Whether keys are copied row by row instead of by TMA.
     GATHER: gl.constexpr
+    # Whether the producers copy queries too: those that gather with cp.async.
+    Q_COPIED: gl.constexpr
     # Whether keys have a positional row.
     POSITIONAL: gl.constexpr
     # The FP8 formats ("e4m3", "e5m2") of keys and queries, which are widened as they are loaded; "" for bf16 and fp16.
@@ -58,6 +71,9 @@ class Shared:
     q_left: gl.shared_memory_descriptor
     q_right: gl.shared_memory_descriptor
     q_rest: gl.shared_memory_descriptor
+    # With Q_COPIED: the mbarriers of producers for consumers, and of both consumers for producers.
+    q_full: gl.shared_memory_descriptor
+    q_read: gl.shared_memory_descriptor
     left: gl.shared_memory_descriptor
     right: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor

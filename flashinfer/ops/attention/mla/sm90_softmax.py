@@ -36,15 +36,21 @@ def _wait_half(barriers, BLOCK: gl.constexpr, phase, settings: Settings):
 def _half_scores(
     LEFT: gl.constexpr, BLOCK: gl.constexpr, s, shared: Shared, step, ADD: gl.constexpr, settings: Settings
 ):
-    """Issue the products of half of the columns, each part once it is filled."""
+    """Issue the products of half of the columns, each part once it is filled; parts that cp.async fills together."""
     # 0, which the compiler does not know. Otherwise it computes 72 operand descriptors before the loop, which spill.
     zero = step >> 30
     q = (shared.q_left if LEFT else shared.q_right).index(zero)
     keys = (shared.left if LEFT else shared.right).index(BLOCK + zero)
+    full = shared.left_full if LEFT else shared.right_full
+    TOGETHER: gl.constexpr = settings.Q_COPIED
+    if TOGETHER:
+        # One fence for both: each takes a barrier of the warpgroup with it.
+        _wait_half(full, BLOCK, step & 1, settings)
     for part in gl.static_range(2):
-        mbarrier.wait((shared.left_full if LEFT else shared.right_full).index(2 * BLOCK + part), step & 1)
-        if settings.GATHER:
-            fence_async_shared()
+        if not TOGETHER:
+            mbarrier.wait(full.index(2 * BLOCK + part), step & 1)
+            if settings.GATHER:
+                fence_async_shared()
         k = keys.slice(part * PART, PART, dim=1).permute([1, 0])
         s = warpgroup_mma(q.slice(part * PART, PART, dim=1), k, s, use_acc=ADD or part > 0, is_async=True)
     return s

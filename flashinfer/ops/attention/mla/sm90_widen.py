@@ -5,7 +5,6 @@ store them where copies would store keys of the wider dtype. The consumers are t
 """
 
 from flashinfer._core.gluon_compat import block_barrier, gl, gluon, mbarrier
-from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
     ITEM_Q_LEN,
@@ -14,8 +13,8 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_WIDTH,
 )
 from flashinfer.ops.attention._device.sm90_widen import lanes, store_widened
-from flashinfer.ops.attention.mla.sm90_settings import HALF, KEYS, PART, REST, ROWS, Settings, Shared
-from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
+from flashinfer.ops.attention.mla.sm90_settings import HALF, KEYS, PART, REST, ROWS, Scalars, Settings, Shared, Tensors
+from flashinfer.ops.attention.mla.sm90_work import entries_of, item_of, offsets_of, retries, span
 
 
 @gluon.jit
@@ -27,35 +26,14 @@ def load_words(source, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def publish_bias(BLOCK: gl.constexpr, shared: Shared, table, start, end, phase):
+def publish_bias(BLOCK: gl.constexpr, shared: Shared, entries, phase):
     """Store the bias of a sparse block, 0 for keys that exist and -inf for others, and signal the consumers."""
-    position = start + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
-    entry = gl.load(table + position, mask=position < end, other=-1)
     # The block's own warpgroup reads the bias before it releases its first half, so after that release the bias is
     # free.
     mbarrier.wait((shared.left_empty if BLOCK == 0 else shared.right_empty).index(BLOCK), phase)
-    shared.bias.index(BLOCK).store(gl.where(entry >= 0, 0.0, float("-inf")))
+    shared.bias.index(BLOCK).store(gl.where(entries >= 0, 0.0, float("-inf")))
     block_barrier()
     mbarrier.arrive(shared.bias_full.index(BLOCK), count=1)
-
-
-@gluon.jit
-def _rows_of(table, start, begin, end, settings: Settings):
-    """Table entries of a block of keys, one for each row; -1 for rows without a key."""
-    LAYOUT: gl.constexpr = lanes(4)
-    position = start + opaque(gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)))
-    at = position if settings.SPARSE else position // settings.PAGE_SIZE
-    return gl.load(table + at, mask=(position >= begin) & (position < end), other=-1)
-
-
-@gluon.jit
-def _offsets(entries, start, page, step, settings: Settings):
-    """Offsets of the rows of a block, from its table entries."""
-    row = start + gl.arange(0, KEYS, entries.type.layout)
-    if settings.SPARSE:
-        row = entries
-        entries = entries // settings.PAGE_SIZE
-    return entries.to(gl.int64) * page + (row % settings.PAGE_SIZE).to(gl.int64) * step
 
 
 @gluon.constexpr_function
@@ -88,16 +66,18 @@ def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, shared: Shared, words, re
 
 @gluon.jit
 def widen(
-    ckv, kpe, shared: Shared, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings
-):
+    ckv, kpe, shared: Shared, tensors: Tensors, scalars: Scalars, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step,
+    settings: Settings,
+):  # fmt: skip
     """Four producer warps: load FP8 keys, convert them in registers, and store them, one part after another, with the
     loads of the next parts in flight.
 
     Each thread has two rows of a block. Caches are read as words of four elements, and steps are in words.
     """
+    TILE: gl.constexpr = gl.SliceLayout(1, lanes(4))
     # Parts whose loads are in flight.
     AHEAD: gl.constexpr = 2
-    count = gl.load(counts)
+    count = gl.load(tensors.counts)
     phase = 1
     waves = gl.cdiv(count, gl.num_programs(0))
     last = waves
@@ -105,13 +85,13 @@ def widen(
     while wave < last:
         item = item_of(wave, waves, shared, settings)
         if item < count:
-            record = items + item * ITEM_WIDTH
+            record = tensors.items + item * ITEM_WIDTH
             begin, end, pairs, plain_end = span(record, settings)
             table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
             start = begin + (pairs - 1) * 2 * KEYS
-            entries = _rows_of(table, start, begin, end, settings)
-            after = _rows_of(table, start + KEYS, begin, end, settings)
-            at = _offsets(entries, start, ckv_page, ckv_step, settings)
+            entries = entries_of(TILE, table, start, begin, end, settings)
+            after = entries_of(TILE, table, start + KEYS, begin, end, settings)
+            at = offsets_of(entries, start, ckv_page, ckv_step, settings)
             in_flight = ()
             for part in gl.static_range(AHEAD):
                 in_flight += (_load_part(0, part, ckv, at, entries >= 0),)
@@ -119,12 +99,14 @@ def widen(
                 for block in gl.static_range(2):
                     following = start + (KEYS if block == 0 else -3 * KEYS)
                     if settings.SPARSE:
-                        publish_bias(block, shared, table, start, end, phase)
-                    next_at = _offsets(after, following, ckv_page, ckv_step, settings)
+                        # Loaded again, an entry a thread: storing a thread's rows of the tile takes more registers.
+                        flat = entries_of(gl.BlockedLayout([1], [32], [4], [0]), table, start, begin, end, settings)
+                        publish_bias(block, shared, flat, phase)
+                    next_at = offsets_of(after, following, ckv_page, ckv_step, settings)
                     if settings.POSITIONAL:
-                        rest_at = _offsets(entries, start, kpe_page, kpe_step, settings)
+                        rest_at = offsets_of(entries, start, kpe_page, kpe_step, settings)
                         rest = load_words(kpe, rest_at, entries >= 0, 0, REST // 4)
-                    later = _rows_of(table, following + (-3 * KEYS if block == 0 else KEYS), begin, end, settings)
+                    later = entries_of(TILE, table, start - 2 * KEYS, begin, end, settings)
                     for part in gl.static_range(4):
                         if settings.POSITIONAL and part == 2:
                             _widen_part(block, part, shared, in_flight[0], rest, phase, settings)

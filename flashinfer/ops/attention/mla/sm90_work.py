@@ -2,6 +2,7 @@
 
 from flashinfer._core.gluon_compat import gl, gluon, mbarrier
 from flashinfer.ops._device.sm90.publish import read_word
+from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops._device.sm90.walk import snake
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BEGIN,
@@ -48,3 +49,21 @@ def span(record, settings: Settings):
         plain_end = gl.minimum(plain_end, tile_row // settings.HEADS + before + 1)
     pairs = (gl.maximum(end - begin, 0) + 2 * KEYS - 1) // (2 * KEYS)
     return begin, end, pairs, plain_end
+
+
+@gluon.jit
+def entries_of(LAYOUT: gl.constexpr, table, start, begin, end, settings: Settings):
+    """Table entries of a block of keys, one for each row; -1 for rows without a key."""
+    position = start + opaque(gl.arange(0, KEYS, LAYOUT))
+    at = position if settings.SPARSE else position // settings.PAGE_SIZE
+    return gl.load(table + at, mask=(position >= begin) & (position < end), other=-1)
+
+
+@gluon.jit
+def offsets_of(entries, start, page, step, settings: Settings):
+    """Offsets of the rows of a block, from its table entries; meaningless where there is no key."""
+    row = start + gl.arange(0, KEYS, entries.type.layout)
+    if settings.SPARSE:
+        row = entries
+        entries = entries // settings.PAGE_SIZE
+    return entries.to(gl.int64) * page + (row % settings.PAGE_SIZE).to(gl.int64) * step
