@@ -38,6 +38,11 @@ class Sm90Config(SplitKnobs):
     lead : int
         Slices of FP8 keys, and of values, whose loads are in flight in the warps that widen them under wider queries
         (`sm90_widen.py`); 0 where nothing is widened.
+    maxnreg : int
+        Registers of a thread at launch, which let programs_per_sm thread blocks on a multiprocessor; 0 for all that one
+        block can have.
+    turns : bool
+        Whether the consumer warpgroups take turns in issuing products.
     transform : bool
         For an sm_scale that cannot be folded into the exponent (`problem.folds`); compiled at its first use.
     wide : bool
@@ -55,6 +60,8 @@ class Sm90Config(SplitKnobs):
     transpose_warps: int = 0
     copiers: int = 1
     lead: int = 0
+    maxnreg: int = 0
+    turns: bool = True
     transform: bool = False
     wide: bool = False
 
@@ -177,6 +184,7 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         transpose_warps=2 if fp8 else 0,
         copiers=_copiers(p, block_n) if boxes else 1,
         lead=lead,
+        turns=not fp8,
     )
 
 
