@@ -177,12 +177,13 @@ def finish(
             # Through shared memory, so that whole rows are written.
             o_tiles.index(WG).store(result)
             result = o_tiles.index(WG).load(STORE)
+        # By which a thread's rows differ: multiples of ROW_STEP, or in the accumulator's layout 8.
         ROW_STEP: gl.constexpr = min(1024 // D_PAD, ROWS) if settings.STAGED else 8
+        CONSTANT: gl.constexpr = ROWS - ROW_STEP if settings.STAGED else 8
         index = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-        first = opaque_sum(tile_row + WG * ROWS, index & (ROW_STEP - 1), ROW_STEP)
+        first = opaque_sum(tile_row + WG * ROWS, index & (ROWS - 1 - CONSTANT), ROWS)
         token, at = places_of_rows(
-            first, index & -ROW_STEP, q_row, kv_head, scalars.o_stride_n, scalars.o_stride_h, ROW_STEP, settings.GROUP,
-            8,
+            first, index & CONSTANT, q_row, kv_head, scalars.o_stride_n, scalars.o_stride_h, ROW_STEP, settings.GROUP, 8
         )  # fmt: skip
         dv = gl.arange(0, D_PAD, gl.SliceLayout(0, STORE))
         o_ok = (token < q_len)[:, None] & (dv < settings.D_VO)[None, :]

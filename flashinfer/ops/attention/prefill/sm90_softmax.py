@@ -104,20 +104,19 @@ def _softmax(s, top, sums, factor, settings: Settings):
 def _visible(view: RowView, kv_pos, settings: Settings):
     """Which keys each row sees, for a tile of rows and columns.
 
-    Without a custom mask they are a range, and one comparison serves both ends of it: as an unsigned number, key -
-    first is less than the range's length for its keys alone. With first 5 and length 3, key 4 is 2^32 - 1.
+    With a window they are a range, and one comparison serves both ends of it: as an unsigned number, key - first is
+    less than the range's length for its keys alone. With first 5 and length 3, key 4 is 2^32 - 1. Without a window the
+    comparison with one end, too, would spill at head_dim 192 (Triton 3.9, 16 bytes).
     """
-    if settings.CUSTOM:
+    if settings.CUSTOM or not settings.WINDOW:
         return visible(
             view.token, view.position, kv_pos, view.kv_end, view.kv_len, view.bits, view.row_ok, view.window_left,
-            settings.CAUSAL, settings.WINDOW, True,
+            settings.CAUSAL, settings.WINDOW, settings.CUSTOM,
         )  # fmt: skip
-    end = gl.full([ROWS], 0, gl.int32, view.position.type.layout) + view.kv_end
+    first = gl.maximum(view.position - view.window_left, 0)
+    end = gl.zeros([ROWS], gl.int32, first.type.layout) + view.kv_end
     if settings.CAUSAL:
         end = gl.minimum(end, view.position + 1)
-    if not settings.WINDOW:
-        return kv_pos[None, :] < end[:, None]
-    first = gl.maximum(view.position - view.window_left, 0)
     length = gl.maximum(end - first, 0)
     return (kv_pos[None, :] - first[:, None]).to(gl.uint32) < length.to(gl.uint32)[:, None]
 
