@@ -168,8 +168,8 @@ def choose(p: Problem, target: Target) -> Sm90Config:
     registers, copy_registers = _registers(p, boxes)
     lead = maxnreg = 0
     if p.window and p.head_dim_qk == 64 and boxes and block_n == 32 and p.mask != "custom" and not p.variant:
-        # A task of a window of 128 keys is a chain of some 1950 instructions, and takes 8700 cycles where two warps
-        # share a scheduler. 104 registers are enough beside a tile of 32 keys, but not for custom masks.
+        # A task of a window of 128 keys is a chain of 1753 instructions, and took 8700 cycles where two warps shared a
+        # scheduler (docs/rooms/attention-prefill.md). 104 registers are enough beside 32 keys, not for custom masks.
         maxnreg, registers, copy_registers = 80, 104, 32
     if _widens(p):
         registers, copy_registers, lead, staged = _widening(p, block_n)

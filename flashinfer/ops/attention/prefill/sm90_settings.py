@@ -150,7 +150,10 @@ def places_of_rows(
         token = token_of(first, GROUP)
         stride = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [stride_n], dtype=gl.int64, is_pure=False, pack=1)
         at = (row + token).to(gl.int64) * stride_n + (kv_head * GROUP + first - token * GROUP) * stride_h
-        return token + later // GROUP, at + (later // GROUP).to(gl.int64) * gl.multiple_of(stride, [VEC])
-    token = token_of(first + later, GROUP)
-    at = (row + token).to(gl.int64) * stride_n
-    return token, at + (kv_head * GROUP + first + later - token * GROUP) * stride_h
+        at += (later // GROUP).to(gl.int64) * gl.multiple_of(stride, [VEC])
+        token += later // GROUP
+    else:
+        token = token_of(first + later, GROUP)
+        at = (row + token).to(gl.int64) * stride_n
+        at += (kv_head * GROUP + first + later - token * GROUP) * stride_h
+    return token, at

@@ -108,17 +108,19 @@ def _visible(view: RowView, kv_pos, settings: Settings):
     less than the range's length for its keys alone. With first 5 and length 3, key 4 is 2^32 - 1. Without a window the
     comparison with one end, too, would spill at head_dim 192 (Triton 3.9, 16 bytes).
     """
-    if settings.CUSTOM or not settings.WINDOW:
-        return visible(
+    if settings.WINDOW and not settings.CUSTOM:
+        first = gl.maximum(view.position - view.window_left, 0)
+        end = gl.zeros([ROWS], gl.int32, first.type.layout) + view.kv_end
+        if settings.CAUSAL:
+            end = gl.minimum(end, view.position + 1)
+        length = gl.maximum(end - first, 0)
+        ok = (kv_pos[None, :] - first[:, None]).to(gl.uint32) < length.to(gl.uint32)[:, None]
+    else:
+        ok = visible(
             view.token, view.position, kv_pos, view.kv_end, view.kv_len, view.bits, view.row_ok, view.window_left,
             settings.CAUSAL, settings.WINDOW, settings.CUSTOM,
         )  # fmt: skip
-    first = gl.maximum(view.position - view.window_left, 0)
-    end = gl.zeros([ROWS], gl.int32, first.type.layout) + view.kv_end
-    if settings.CAUSAL:
-        end = gl.minimum(end, view.position + 1)
-    length = gl.maximum(end - first, 0)
-    return (kv_pos[None, :] - first[:, None]).to(gl.uint32) < length.to(gl.uint32)[:, None]
+    return ok
 
 
 @gluon.jit
