@@ -153,6 +153,10 @@ def finish(
     # A row that saw no key is 0, even if its accumulator is NaN.
     acc = _in_order(gl.where(per_row(seen, acc), acc * per_row(inverse, acc), 0.0), settings)
     OWN: gl.constexpr = acc.type.layout
+    # Once, or the values of both branches spill (40 bytes, Triton 3.9). Without LSE a split alone needs it.
+    state = top
+    if settings.LSE:
+        state = _state(top, total)
     STORE: gl.constexpr = WHOLE_ROWS if settings.STAGED else OWN
 
     if slot >= 0:
@@ -167,7 +171,9 @@ def finish(
         NEIGHBOURS: gl.constexpr = 4 if settings.FP8 else 2
         pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 4 * NEIGHBOURS]), [1, NEIGHBOURS])
         gl.store(pointers, acc, mask=in_tile & (o_cols < settings.D_VO)[None, :])
-        gl.store(tensors.partial_lse + row + rows - WG * ROWS, _state(top, total), mask=view.row_ok)
+        if not settings.LSE:
+            state = _state(top, total)
+        gl.store(tensors.partial_lse + row + rows - WG * ROWS, state, mask=view.row_ok)
         _combine_if_last(
             WG, record, tile_row, q_row, q_len, kv_head, num_kv_heads, tensors, scalars, settings
         )  # fmt: skip
@@ -190,4 +196,4 @@ def finish(
         gl.store(out + at[:, None] + dv[None, :], result, mask=o_ok)
         if settings.LSE:
             lse_at = (q_row + view.token).to(gl.int64) * (num_kv_heads * settings.GROUP) + view.head
-            gl.store(tensors.lse + lse_at, _state(top, total), mask=view.row_ok)
+            gl.store(tensors.lse + lse_at, state, mask=view.row_ok)
