@@ -57,6 +57,14 @@ def test_first_keys_that_outweigh_all_others_are_not_retried():
     assert plain == first == middle < far
 
 
+def test_keys_at_a_windows_end_have_the_shift_of_those_before():
+    """Of 20 queries at 380 to 399 with a window of 100 keys, the first six see key 285. 60 nats above the others it
+    costs no product, 90 nats above it costs the task again."""
+    row = partial(rising, "cpu", (20,), (400,), dim=64, heads=(8, 1))
+    plain, near, far = (products(row(leap, [285]), Options(causal=True, window_left=100)) for leap in (0.0, 60.0, 90.0))
+    assert plain == near < far
+
+
 def test_logits_near_a_soft_cap_are_retried():
     """The short form of tanh takes logits of 0.8 of the cap. A key in a block without a mask that is past it costs the
     task again; the same key in the first block costs nothing, and no logit is past a cap of 1e8."""

@@ -39,6 +39,31 @@ def test_options_quickly(name):
     check_ragged(batch(), QUICK[name], 1)
 
 
+def check_window(window_left, causal, heads, qo=(70, 9, 30), kv=(300, 5, 30)):
+    x = batch(qo=qo, kv=kv, heads=heads)
+    check_ragged(x, Options(causal=causal, window_left=window_left), 1)
+
+
+@pytest.mark.parametrize("window_left, heads", ((128, (8, 1)), (31, (5, 1))))
+def test_windows_quickly(window_left, heads):
+    """Tiles whose windows end within a block; heads of a group in one tile and across two; more queries than keys."""
+    check_window(window_left, True, heads)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("heads", ((8, 1), (5, 1), (2, 2)))
+@pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.parametrize("window_left", (0, 1, 31, 40, 128, 129, 300, 2**30))
+def test_windows(window_left, causal, heads):
+    check_window(window_left, causal, heads)
+
+
+@pytest.mark.matrix
+def test_windows_of_split_keys():
+    """Splits that begin before a window, within it, and at its end: some rows see nothing of them."""
+    check_window(1500, True, (8, 1), (20, 3), (3000, 1700))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))

@@ -23,7 +23,7 @@ _FRAGMENTS = "lop3.b32 $3, $3, 0x80C080C0, moved, 0xEA;"
 
 def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, programs: int):
     """What `gl.inline_asm_elementwise` returns."""
-    if asm == "mov.b32 $0, $1;":
+    if asm in ("mov.b32 $0, $1;", "mov.b64 $0, $1;"):
         x = args[0] if isinstance(args[0], Tensor) else scalar(args[0])
         return type(x)(x.a, x.dtype, x.layout)
     if asm == "mov.u32 $0, %nctaid.x;":

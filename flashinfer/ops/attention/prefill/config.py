@@ -38,6 +38,11 @@ class Sm90Config(SplitKnobs):
     lead : int
         Slices of FP8 keys, and of values, whose loads are in flight in the warps that widen them under wider queries
         (`sm90_widen.py`); 0 where nothing is widened.
+    maxnreg : int
+        Registers of a thread at launch, which let programs_per_sm thread blocks on a multiprocessor; 0 for all that one
+        block can have.
+    turns : bool
+        Whether the consumer warpgroups take turns in issuing products.
     transform : bool
         For an sm_scale that cannot be folded into the exponent (`problem.folds`); compiled at its first use.
     wide : bool
@@ -55,6 +60,8 @@ class Sm90Config(SplitKnobs):
     transpose_warps: int = 0
     copiers: int = 1
     lead: int = 0
+    maxnreg: int = 0
+    turns: bool = True
     transform: bool = False
     wide: bool = False
 
@@ -159,7 +166,11 @@ def choose(p: Problem, target: Target) -> Sm90Config:
             block_n, stages = 32, 8
     boxes = _boxes(p) and not _widens(p)
     registers, copy_registers = _registers(p, boxes)
-    lead = 0
+    lead = maxnreg = 0
+    if p.window and p.head_dim_qk == 64 and boxes and block_n == 32 and p.mask != "custom" and not p.variant:
+        # A task of a window of 128 keys is a chain of 1753 instructions, and took 8700 cycles where two warps shared a
+        # scheduler (docs/rooms/attention-prefill.md). 104 registers are enough beside 32 keys, not for custom masks.
+        maxnreg, registers, copy_registers = 80, 104, 32
     if _widens(p):
         registers, copy_registers, lead, staged = _widening(p, block_n)
     return Sm90Config(
@@ -172,11 +183,13 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         registers=registers,
         copy_registers=copy_registers,
         # The fixed cost of a work item is about that of four blocks of keys.
-        programs_per_sm=1,
+        programs_per_sm=2 if maxnreg else 1,
         least_split=512,
         transpose_warps=2 if fp8 else 0,
         copiers=_copiers(p, block_n) if boxes else 1,
         lead=lead,
+        maxnreg=maxnreg,
+        turns=not fp8 and not maxnreg,
     )
 
 

@@ -15,7 +15,15 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_SLOT,
     ITEM_TILE_ROW,
 )
-from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Scalars, Settings, Tensors, opaque_sum
+from flashinfer.ops.attention.prefill.sm90_settings import (
+    ROWS,
+    Scalars,
+    Settings,
+    Tensors,
+    opaque_sum,
+    places_of_rows,
+    token_of,
+)
 from flashinfer.ops.attention.prefill.sm90_softmax import RowView, per_row
 
 
@@ -31,9 +39,9 @@ def view_of(record, kv_head, rows, tensors: Tensors, scalars: Scalars, settings:
     q_len = gl.load(record + ITEM_Q_LEN)
     kv_len = gl.load(record + ITEM_KV_LEN)
     packed = gl.load(record + ITEM_TILE_ROW) + rows
-    token = packed // settings.GROUP
+    token = token_of(packed, settings.GROUP)
     row_ok = token < q_len
-    head = kv_head * settings.GROUP + packed % settings.GROUP
+    head = (kv_head - token) * settings.GROUP + packed
     scale = gl.full([ROWS], 1.0, gl.float32, rows.type.layout) * scalars.sm_scale
     if settings.HEAD_SCALES:
         scale *= gl.load(tensors.qk_scale + head, mask=row_ok, other=0.0)
@@ -55,7 +63,7 @@ def view_of(record, kv_head, rows, tensors: Tensors, scalars: Scalars, settings:
 @gluon.jit
 def rows_exist(WG, record, LAYOUT: gl.constexpr, settings: Settings):
     """Which rows of warpgroup WG are query rows of the request."""
-    token = (gl.load(record + ITEM_TILE_ROW) + rows_of(WG, LAYOUT)) // settings.GROUP
+    token = token_of(gl.load(record + ITEM_TILE_ROW) + rows_of(WG, LAYOUT), settings.GROUP)
     return token < gl.load(record + ITEM_Q_LEN)
 
 
@@ -101,6 +109,13 @@ def _combine_if_last(
 
 
 @gluon.jit
+def _state(top, total):
+    """LSE in base 2 of rows; -inf for those that saw no key."""
+    seen = total != 0
+    return gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
+
+
+@gluon.jit
 def finish(
     WG, acc, top, total, record, kv_head, o_tiles, tensors: Tensors, scalars: Scalars, settings: Settings
 ):
@@ -138,8 +153,11 @@ def finish(
     # A row that saw no key is 0, even if its accumulator is NaN.
     acc = _in_order(gl.where(per_row(seen, acc), acc * per_row(inverse, acc), 0.0), settings)
     OWN: gl.constexpr = acc.type.layout
+    # Once, or the values of both branches spill (40 bytes, Triton 3.9). Without LSE a split alone needs it.
+    state = top
+    if settings.LSE:
+        state = _state(top, total)
     STORE: gl.constexpr = WHOLE_ROWS if settings.STAGED else OWN
-    state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
 
     if slot >= 0:
         row = (slot.to(gl.int64) * num_kv_heads + kv_head) * settings.BLOCK_M + WG * ROWS
@@ -153,6 +171,8 @@ def finish(
         NEIGHBOURS: gl.constexpr = 4 if settings.FP8 else 2
         pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 4 * NEIGHBOURS]), [1, NEIGHBOURS])
         gl.store(pointers, acc, mask=in_tile & (o_cols < settings.D_VO)[None, :])
+        if not settings.LSE:
+            state = _state(top, total)
         gl.store(tensors.partial_lse + row + rows - WG * ROWS, state, mask=view.row_ok)
         _combine_if_last(
             WG, record, tile_row, q_row, q_len, kv_head, num_kv_heads, tensors, scalars, settings
@@ -163,12 +183,16 @@ def finish(
             # Through shared memory, so that whole rows are written.
             o_tiles.index(WG).store(result)
             result = o_tiles.index(WG).load(STORE)
+        # By which a thread's rows differ: multiples of ROW_STEP, or in the accumulator's layout 8.
         ROW_STEP: gl.constexpr = min(1024 // D_PAD, ROWS) if settings.STAGED else 8
-        flat = opaque_sum(tile_row + WG * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), ROW_STEP)
+        CONSTANT: gl.constexpr = ROWS - ROW_STEP if settings.STAGED else 8
+        index = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+        first = opaque_sum(tile_row + WG * ROWS, index & (ROWS - 1 - CONSTANT), ROWS)
+        token, at = places_of_rows(
+            first, index & CONSTANT, q_row, kv_head, scalars.o_stride_n, scalars.o_stride_h, ROW_STEP, settings.GROUP, 8
+        )  # fmt: skip
         dv = gl.arange(0, D_PAD, gl.SliceLayout(0, STORE))
-        at = (q_row + flat // settings.GROUP).to(gl.int64) * scalars.o_stride_n
-        at += (kv_head * settings.GROUP + flat % settings.GROUP) * scalars.o_stride_h
-        o_ok = (flat // settings.GROUP < q_len)[:, None] & (dv < settings.D_VO)[None, :]
+        o_ok = (token < q_len)[:, None] & (dv < settings.D_VO)[None, :]
         gl.store(out + at[:, None] + dv[None, :], result, mask=o_ok)
         if settings.LSE:
             lse_at = (q_row + view.token).to(gl.int64) * (num_kv_heads * settings.GROUP) + view.head

@@ -117,9 +117,11 @@ def _run_task(
     record = tensors.items + item * ITEM_WIDTH
     begin, blocks, plain_from, plain_to = span(record, scalars.window_left, zeros.shape[1], settings)
     if settings.FIXED:
-        # A retry uses the maximum of each block: no block counts as one without a mask.
-        plain_from = gl.where(retry > 0, 0, plain_from)
-        plain_to = gl.where(retry > 0, 0, plain_to)
+        # A retry uses the maximum of each block: no block counts as one without a mask. A task without such a block
+        # does, too: some of its rows may see no key in the first of its blocks, and have no shift.
+        maxima = (retry > 0) | (gl.minimum(plain_to, blocks - 1) <= plain_from)
+        plain_from = gl.where(maxima, 0, plain_from)
+        plain_to = gl.where(maxima, 0, plain_to)
     failed = blocks < 0
     view = view_of(record, kv_head, rows_of(WG, S_ROWS), tensors, scalars, settings)
     factor = 1.0 if settings.TRANSFORM else scalars.sm_scale * LOG2E
@@ -257,6 +259,7 @@ def attend_sm90_kernel(
         PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
         REST=dims.REST, STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
         TRANSPOSE_WARPS=warps.TRANSPOSE, LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
+        TURNS=tiles.TURNS,
     )  # fmt: skip
     q_tiles = _tiles(DTYPE, 2, ROWS, dims.D)
     k_tiles = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.D)
@@ -275,10 +278,9 @@ def attend_sm90_kernel(
     v = make_ring(v_tiles, v_tiles, tiles.STAGES, WRITERS, 1 if FP8 else 2)
     # Readers: the consumers, and the warps that copy or transpose values.
     queue = make_task_queue(4 if FP8 else 2 if WRITERS == 128 else 1 + 2 * warps.COPIERS, settings.FIXED)
-    # In FP8 warpgroups do not take turns, so there are no mbarriers for it. The compiler would let unused mbarriers
-    # share memory with tiles.
+    # Without turns there are no mbarriers for them. The compiler would let unused mbarriers share memory with tiles.
     turn = k.channel.full
-    if not FP8:
+    if tiles.TURNS:
         turn = make_barriers(2, 1)
     tensors = Tensors(
         q, out, lse, partial.out, partial.lse, work.items, work.counts, work.arrivals, mask.bits, mask.indptr,

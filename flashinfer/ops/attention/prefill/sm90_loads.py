@@ -19,7 +19,13 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_WIDTH,
 )
 from flashinfer.ops.attention.prefill.sm90_queue import TaskQueue, publish_next, read_to_end, span
-from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, opaque_sum
+from flashinfer.ops.attention.prefill.sm90_settings import (
+    ROWS,
+    Ring,
+    Settings,
+    opaque_sum,
+    places_of_rows,
+)
 
 
 @gluon.jit
@@ -281,13 +287,12 @@ def _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, COLUMNS: g
     q_len = gl.load(record + ITEM_Q_LEN)
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     # Computed once, before the branches: otherwise the thread's part of it would be kept in a register for all tasks.
-    number = opaque_sum(first, gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), STEP)
+    index = gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+    number = opaque_sum(first, index & (STEP - 1), STEP)
     for i in gl.static_range(ROWS // SLICE):
         if first + i * SLICE < q_len * GROUP:
-            packed = number + i * SLICE
-            token = packed // GROUP
-            at = (q_row + token).to(gl.int64) * q_stride_n
-            at += (kv_head * GROUP + packed % GROUP) * q_stride_h
+            later = (index & -STEP) + i * SLICE
+            token, at = places_of_rows(number, later, q_row, kv_head, q_stride_n, q_stride_h, STEP, GROUP, VEC)
             mask = (token < q_len)[:, None]
             if COLUMNS < D:
                 mask = mask & (d < COLUMNS)[None, :]

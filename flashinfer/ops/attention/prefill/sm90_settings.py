@@ -56,6 +56,8 @@ class Settings:
     SOFTMAX: gl.constexpr
     # Whether blocks without a mask use a fixed shift, see sm90_softmax.steps.
     FIXED: gl.constexpr
+    # Whether the consumer warpgroups take turns in issuing products.
+    TURNS: gl.constexpr
 
 
 @aggregate
@@ -124,3 +126,34 @@ def opaque_sum(first, index, STEP: gl.constexpr):
         "mov.b32 $0, $1;", "=r,r", [first + (index & (STEP - 1))], dtype=gl.int32, is_pure=True, pack=1
     )  # fmt: skip
     return offset + (index & -STEP)
+
+
+@gluon.jit
+def token_of(packed, GROUP: gl.constexpr):
+    """The token of rows that are counted in (token, head of the group) pairs. They are never negative, so that for a
+    GROUP that is a power of two it is one shift."""
+    return (packed.to(gl.uint32) // GROUP).to(gl.int32)
+
+
+@gluon.jit
+def places_of_rows(
+    first, later, row, kv_head, stride_n, stride_h, STEP: gl.constexpr, GROUP: gl.constexpr, VEC: gl.constexpr
+):
+    """Of rows first + later of a work item, where `later` is a multiple of STEP: the tokens, and the offsets in a
+    tensor in which the request begins with `row`. Strides are multiples of VEC.
+
+    Where GROUP divides STEP, rows of one `first` have one head, and tokens that differ by constants. So a thread
+    multiplies one token by stride_n, and adds multiples of stride_n. These are of an opaque copy: the compiler would
+    keep them for all tasks, or add before it multiplies.
+    """
+    if STEP % GROUP == 0:
+        token = token_of(first, GROUP)
+        stride = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [stride_n], dtype=gl.int64, is_pure=False, pack=1)
+        at = (row + token).to(gl.int64) * stride_n + (kv_head * GROUP + first - token * GROUP) * stride_h
+        at += (later // GROUP).to(gl.int64) * gl.multiple_of(stride, [VEC])
+        token += later // GROUP
+    else:
+        token = token_of(first + later, GROUP)
+        at = (row + token).to(gl.int64) * stride_n
+        at += (kv_head * GROUP + first + later - token * GROUP) * stride_h
+    return token, at

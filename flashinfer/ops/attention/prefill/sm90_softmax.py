@@ -7,10 +7,11 @@ processed from the last to the first: those that need a mask come first, the res
 There are three loops:
 
 - with the maximum of each block (`steps`, fp16, and blocks with a mask), the online softmax in base 2;
-- with a fixed shift (`steps`, bf16, blocks without a mask): weights are 2^(logit - maximum), where the maximum is that
-  of the blocks before, with a mask. bf16 has the range of float32, so nothing is rescaled. If the sum of a row leaves
-  2^-48 to 2^120, or is NaN, the warpgroup reports it, and the task is retried with the maximum of each block. So it is
-  where a logit is too near a soft cap for the short form of tanh, which this loop has (`_capped`);
+- with a fixed shift (`steps`, bf16, blocks without a mask, and those after them, which a window masks): weights are
+  2^(logit - maximum), where the maximum is that of the blocks before, with a mask. bf16 has the range of float32, so
+  nothing is rescaled. If the sum of a row leaves 2^-48 to 2^120, or is NaN, the warpgroup reports it, and the task is
+  retried with the maximum of each block. So it is where a logit is too near a soft cap for the short form of tanh,
+  which this loop has (`_capped`);
 - in e4m3 (`steps_fp8`), whose wgmma accumulates with few bits: P V of each block has its own sum, which is added in
   float32.
 """
@@ -100,6 +101,29 @@ def _softmax(s, top, sums, factor, settings: Settings):
 
 
 @gluon.jit
+def _visible(view: RowView, kv_pos, settings: Settings):
+    """Which keys each row sees, for a tile of rows and columns.
+
+    With a window they are a range, and one comparison serves both ends of it: as an unsigned number, key - first is
+    less than the range's length for its keys alone. With first 5 and length 3, key 4 is 2^32 - 1. Without a window the
+    comparison with one end, too, would spill at head_dim 192 (Triton 3.9, 16 bytes).
+    """
+    if settings.WINDOW and not settings.CUSTOM:
+        first = gl.maximum(view.position - view.window_left, 0)
+        end = gl.zeros([ROWS], gl.int32, first.type.layout) + view.kv_end
+        if settings.CAUSAL:
+            end = gl.minimum(end, view.position + 1)
+        length = gl.maximum(end - first, 0)
+        ok = (kv_pos[None, :] - first[:, None]).to(gl.uint32) < length.to(gl.uint32)[:, None]
+    else:
+        ok = visible(
+            view.token, view.position, kv_pos, view.kv_end, view.kv_len, view.bits, view.row_ok, view.window_left,
+            settings.CAUSAL, settings.WINDOW, settings.CUSTOM,
+        )  # fmt: skip
+    return ok
+
+
+@gluon.jit
 def _logits(s, view: RowView, params, kv_pos, MASKED: gl.constexpr, settings: Settings):
     """Logits of raw products; with MASKED those of invisible keys become -inf (without SOFTMAX 0)."""
     if settings.VARIED:
@@ -112,10 +136,7 @@ def _logits(s, view: RowView, params, kv_pos, MASKED: gl.constexpr, settings: Se
             s, view.scale, view.soft_cap, view.slopes, view.position, kv_pos, settings.SOFT_CAP, settings.ALIBI
         )
     if MASKED:
-        ok = visible(
-            view.token, view.position, kv_pos, view.kv_end, view.kv_len, view.bits, view.row_ok, view.window_left,
-            settings.CAUSAL, settings.WINDOW, settings.CUSTOM,
-        )  # fmt: skip
+        ok = _visible(view, kv_pos, settings)
         if settings.MASK is not None:
             ok = ok & takes_part
         s = gl.where(ok, s, float("-inf") if settings.SOFTMAX else 0.0)
@@ -180,10 +201,18 @@ def per_row(x, like):
 
 
 @gluon.jit
-def _wait_turn(WG, turn, step):
+def _wait_turn(WG, turn, step, settings: Settings):
     """Wait for warpgroup WG's turn to issue the products of `step`."""
-    # The first warpgroup does not wait at first: the phase before an mbarrier's first counts as complete.
-    mbarrier.wait(turn.index(WG), (step & 1) ^ 1 ^ WG)
+    if settings.TURNS:
+        # The first warpgroup does not wait at first: the phase before an mbarrier's first counts as complete.
+        mbarrier.wait(turn.index(WG), (step & 1) ^ 1 ^ WG)
+
+
+@gluon.jit
+def _end_turn(WG, turn, settings: Settings):
+    """Warpgroup WG has issued its products: it is the other one's turn."""
+    if settings.TURNS:
+        mbarrier.arrive(turn.index(1 - WG), count=1)
 
 
 @gluon.jit
@@ -209,13 +238,13 @@ def steps(
     for i in range(count):
         start -= zeros.shape[1]
         before = v.channel.stage(step - 1)
-        _wait_turn(WG, turn, step)
+        _wait_turn(WG, turn, step, settings)
         s = _scores(WG, q, q_rest, k, step, zeros, settings)
         if not FIXED:
             acc = acc * per_row(keep, acc)
         wait_full(v, step - 1, settings)
         pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
-        mbarrier.arrive(turn.index(1 - WG), count=1)
+        _end_turn(WG, turn, settings)
         s = warpgroup_mma_wait(1, [s])
         k.channel.release(step)
         if FIXED and settings.SOFT_CAP and not settings.ALIBI and not settings.VARIED:
@@ -307,11 +336,9 @@ def attend(
     start = begin + (blocks - 1) * BLOCK_N
     last = step + blocks - 1
     wait_full(k, step, settings)
-    if not settings.FP8:
-        _wait_turn(WG, turn, step)
+    _wait_turn(WG, turn, step, settings)
     s = _scores(WG, q, q_rest, k, step, zeros, settings)
-    if not settings.FP8:
-        mbarrier.arrive(turn.index(1 - WG), count=1)
+    _end_turn(WG, turn, settings)
     s = warpgroup_mma_wait(0, [s])
     k.channel.release(step)
     s = _logits(s, view, params, opaque_sum(start, cols, 8), True, settings)
@@ -342,6 +369,6 @@ def attend(
     if settings.WINDOW or (settings.FIXED and settings.SOFT_CAP):
         acc, p, keep, top, sums, step, start = STEPS(
             WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros,
-            cols, factor, view, params, True, False, settings,
+            cols, factor, view, params, True, settings.FIXED and not settings.SOFT_CAP, settings,
         )  # fmt: skip
     return acc, p, keep, top, sums, step
