@@ -416,7 +416,8 @@ class _GraphTimer:
         # Without a second set of inputs, a second call would find L2 warm: each replay is then one call.
         self.calls = 1 if flush and len(sets) == 1 else calls
         self.flush = flush
-        self.sets = sets
+        # The graph has addresses of these, and of what the function keeps.
+        self.fn, self.sets = fn, sets
         self.graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
