@@ -98,7 +98,7 @@ def test_widened_quickly():
         dict(m=260, n=136, k=512, layout="linear", out_dtype=torch.float16),
         dict(m=130, n=256, k=1152, shuffled=True, alpha=3.0, slices=3),
         dict(m=200, n=520, k=256, alpha=0.5, out_dtype=torch.float32),
-        dict(m=3, n=136, k=1152, layout="linear"),
+        dict(m=18, n=136, k=1152, layout="linear"),
         dict(m=40, n=256, k=768, shuffled=True, alpha=3.0, slices=5),
         dict(m=64, n=264, k=256, layout="8x4", slices=1, out_dtype=torch.float32),
     ),

@@ -14,7 +14,7 @@ from flashinfer._core.gluon_compat import (
     mbarrier,
     tma_load,
 )
-from flashinfer.ops._device.sm90.registers import opaque, prefetch
+from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
     ITEM_Q_LEN,
@@ -26,7 +26,6 @@ from flashinfer.ops.attention.mla.sm90_settings import (
     COPY,
     HALF,
     KEYS,
-    LINES,
     PART,
     REST,
     ROWS,
@@ -127,17 +126,6 @@ def _gather_tile(to, source, entries, start, page, step, settings: Settings):
 
 
 @gluon.jit
-def _prefetch_rows(ckv, kpe, entries, start, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings):
-    """Start to bring the rows of a block into L2, with `entries` in the layout of LINES."""
-    there = entries >= 0
-    at = gl.where(there, offsets_of(entries, start, ckv_page, ckv_step, settings), 0)
-    line = gl.arange(0, 2 * HALF // 64, gl.SliceLayout(0, LINES)) * 64
-    prefetch(ckv + at[:, None] + line[None, :])
-    if settings.POSITIONAL:
-        prefetch(kpe + gl.where(there, offsets_of(entries, start, kpe_page, kpe_step, settings), 0))
-
-
-@gluon.jit
 def _gather_half(
     BLOCK: gl.constexpr, LEFT: gl.constexpr, ckv, kpe, shared: Shared, entries, start, ckv_page, ckv_step, kpe_page,
     kpe_step, phase, settings: Settings,
@@ -161,7 +149,6 @@ def gather(
     """Four producer warps: copy keys row by row with cp.async, for sparse tokens and pages that are no TMA box, and
     each tile's queries."""
     TILE: gl.constexpr = gl.SliceLayout(1, COPY)
-    LINED: gl.constexpr = gl.SliceLayout(1, LINES)
     count = gl.load(tensors.counts)
     phase = 1
     q_phase = 1
@@ -177,14 +164,10 @@ def gather(
             start = begin + (pairs - 1) * 2 * KEYS
             entries = entries_of(TILE, table, start, begin, end, settings)
             after = entries_of(TILE, table, start + KEYS, begin, end, settings)
-            lines = entries_of(LINED, table, start + KEYS, begin, end, settings)
             for i in range(pairs):
                 for block in gl.static_range(2):
                     # Loaded a pair ahead: a table is read once, so its entries come from memory, not from L2.
                     later = entries_of(TILE, table, start - 2 * KEYS, begin, end, settings)
-                    following = start + (KEYS if block == 0 else -3 * KEYS)
-                    _prefetch_rows(ckv, kpe, lines, following, ckv_page, ckv_step, kpe_page, kpe_step, settings)
-                    lines = entries_of(LINED, table, start - 2 * KEYS, begin, end, settings)
                     for half in gl.static_range(2):
                         _gather_half(
                             block, half == block, ckv, kpe, shared, entries, start, ckv_page, ckv_step, kpe_page,
@@ -200,7 +183,7 @@ def gather(
                             q_phase ^= 1
                     entries = after
                     after = later
-                    start = following
+                    start += KEYS if block == 0 else -3 * KEYS
                 phase ^= 1
         wave += 1
         last += retries(wave, waves, shared, settings)

@@ -17,8 +17,6 @@ MOST_FAILED = gl.constexpr(64)
 # Four warps copy 16 rows of 64 columns at a time, eight lanes a row, whose 128 bytes fill all banks. Each thread has
 # the same rows in every tile.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Lines of 128 bytes of the rows of a block: two threads share a row.
-LINES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))
 
 # The output of a warpgroup as it is stored: four lanes have 32 bytes of a row, a sector, where wgmma's layout gives
 # them 16. Lanes exchange every second register; 64 bytes would go through shared memory, and more registers.

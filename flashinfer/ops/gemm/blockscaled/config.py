@@ -71,6 +71,8 @@ def refuses_sm90_widened(problem, target) -> str:
         return f"wgmma is compute capability 9.0's, and this is {target.arch}"
     if problem.a != "bf16" or problem.scale == "fp32":
         return f"{problem.a} with {problem.scale} scales: it takes bfloat16 and codes with factors"
+    if problem.tokens < WIDENED[0]:
+        return "few tokens: the portable kernel is faster"
     if problem.alpha == "rows":
         return "an alpha for each row"
     return "" if problem.aligned and problem.whole else "rows that are not whole blocks of 128 of K, 16 bytes at a time"
@@ -106,14 +108,21 @@ def widens_first(problem, tokens: int, target) -> bool:
     return tokens >= (129 if target.capability == 90 else 512)
 
 
+# Tokens of the Hopper kernel that widens weights on their way. 7168 x 16384 in NVFP4, MXFP8 and bfloat16 x NVFP4 on an
+# H100: 62, 93 and 60 us for 16 tokens in the portable kernel, here 118, 92 and 115; for 64 tokens 98, 115 and 92, here
+# 74, 95 and 70; for 128 tokens 129, 193 and 173, here 102, 133 and 100; for 256 tokens 218, 236 and 212 with widening
+# first, here 182, 214 and 177; for 512 tokens 283, 296 and 275, here 293, 298 and 286, and for 4096 1.5 x as long.
+WIDENED = 17, 384
+
+
 def widens_rows(problem, tokens: int, weights: int, target) -> bool:
     """Whether rows become bfloat16, where they are not, for the Hopper kernel that widens the weights by itself.
 
-    weights : elements of b. Rows of codes take a launch of their own, which costs more than it gains for few rows and
-    weights.
+    weights : elements of b. Rows of codes take a launch of their own, which costs more than it gains for few weights.
     """
-    few = tokens <= 128 and weights < 1 << 24 and problem.a != "bf16"
-    return problem.scale != "fp32" and target.capability == 90 and not few
+    if problem.scale == "fp32" or target.capability != 90 or not WIDENED[0] <= tokens <= WIDENED[1]:
+        return False
+    return problem.a == "bf16" or tokens > 128 or weights >= 1 << 24
 
 
 def splits(count: int, blocks: int, sms: int) -> int:
