@@ -110,8 +110,7 @@ def _visible(view: RowView, kv_pos, settings: Settings):
     """
     if settings.WINDOW and not settings.CUSTOM:
         first = gl.maximum(view.position - view.window_left, 0)
-        LAYOUT: gl.constexpr = first.type.layout
-        end = gl.zeros([ROWS], gl.int32, LAYOUT) + view.kv_end
+        end = gl.full([ROWS], 0, gl.int32, first.type.layout) + view.kv_end
         if settings.CAUSAL:
             end = gl.minimum(end, view.position + 1)
         length = gl.maximum(end - first, 0)
