@@ -97,7 +97,8 @@ def _patch_builtins(place, builder, scope) -> None:
     if place not in _BUILTINS:
         found = inspect.getmembers(place, core.is_builtin)
         bound = [(name, _bound(member, interpreter.interpreter_semantic)) for name, member in found]
-        _BUILTINS[place] = [(name, _quick(name, member) if place is core.tensor else member) for name, member in bound]
+        quick = _quick if place is core.tensor else _quick_function
+        _BUILTINS[place] = [(name, quick(name, member)) for name, member in bound]
     for name, bound in _BUILTINS[place]:
         scope.set_attr(place, name, bound)
 
@@ -137,6 +138,8 @@ def _quick(name: str, operator):
 
     numpy does what Triton's own way does in steps: the wider of two signed integers, and one shape for both operands.
     """
+    if name == "__getitem__":
+        return _quick_axes(operator)
     if name not in _OPERATORS:
         return operator
     compute, in_turn, compares = _OPERATORS[name]
@@ -179,6 +182,48 @@ def _quick(name: str, operator):
                     handle = interpreter.interpreter_builder.create_addptr(self.handle, number.handle)
                     return core.tensor(handle, kind.with_element_ty(dtype))
         return operator(self, other)
+
+    return quick
+
+
+def _quick_axes(operator):
+    """New axes of a block, all at once."""
+
+    def quick(self, slices):
+        if slices.__class__ is tuple and self.type.is_block():
+            sizes = iter(self.type.sizes.sizes)
+            shape = [1 if one is None else next(sizes, 0) if one == _WHOLE else 0 for one in slices]
+            if 0 not in shape and next(sizes, None) is None:
+                handle = interpreter.TensorHandle(self.handle.data[slices], self.handle.dtype.scalar)
+                return core.tensor(handle, core.block_type(self.dtype, shape))
+        return operator(self, slices)
+
+    return quick
+
+
+_WHOLE = slice(None)
+
+
+def _quick_function(name: str, function):
+    """`where` of operands of one type, as numpy has it."""
+    if name != "where":
+        return function
+
+    def quick(condition, x, y, **others):
+        kinds = [a.dtype for a in (condition, x, y) if a.__class__ is core.tensor]
+        if len(kinds) > 1 and condition.__class__ is core.tensor and kinds[-1].__class__ is core.dtype:
+            kind = kinds[-1]
+            if x.__class__ is not core.tensor and _keeps(kind, x):
+                x = _constant(interpreter.interpreter_semantic, x, kind)
+            elif y.__class__ is not core.tensor and _keeps(kind, y):
+                y = _constant(interpreter.interpreter_semantic, y, kind)
+            if x.__class__ is y.__class__ is core.tensor and kinds[0].name == "int1" and kinds[1].name == kind.name:
+                both = _common(x.type, y.type)
+                shape = both and _common(condition.type, both)
+                if shape is not None:
+                    data = np.where(condition.handle.data, x.handle.data, y.handle.data)
+                    return core.tensor(interpreter.TensorHandle(data, kind), shape.with_element_ty(kind))
+        return function(condition, x, y, **others)
 
     return quick
 
@@ -348,7 +393,7 @@ class _Shape:
     """Sizes, as types and as tensors have them, and the blocks' types of that shape, {element's name: type}."""
 
     def __init__(self, sizes: tuple):
-        self.count = core.validate_block_shape(sizes)
+        self.sizes, self.count = sizes, core.validate_block_shape(sizes)
         self.of_types = core.tuple(sizes)
         self.of_tensors = core.tuple([core.constexpr(size) for size in sizes])
         self.numel = core.constexpr(self.count)

@@ -107,6 +107,18 @@ def operators(tensors):
     pairs += list(product([*alone, pointer(), shaped[2], shaped[8]], (*NUMBERS, *map(core.constexpr, (2, 0.5, -1)))))
     for (a, b), name in product(pairs, OPERATORS):
         yield outcome(getattr(core.tensor, name), a, b)
+    interpreter._patch_builtin(tl, interpreter.interpreter_builder, interpreter._LangPatchScope())
+    conditions = [tensor_of("int1", shape) for shape in SHAPES] + [tensor_of("int32", (4,)), True]
+    chosen = [*product(shaped[4:10], shaped), *product(alone, alone), *product((*alone, *shaped[:6]), NUMBERS)]
+    for place, (a, b) in enumerate(chosen):
+        for condition in conditions if place % 7 == 0 else conditions[2:3]:
+            yield outcome(tl.where, condition, a, b)
+            yield outcome(tl.where, condition, b, a)
+    every = slice(None)
+    keys = (None, every, 0, (None,), (every,), (None, every), (every, None), (every, None, every), (None, every, None),
+            (every, every), (every, every, None), (None, None, every), (every, slice(0, 2)), (0, every))  # fmt: skip
+    for x, key in product((*shaped[:6], pointer()), keys):
+        yield outcome(core.tensor.__getitem__, x, key)
 
 
 def main(quick):
