@@ -84,14 +84,18 @@ def kernels_take_what_the_reference_takes():
 
 
 @pytest.fixture(scope="session")
-def on_card(tmp_path_factory, pytestconfig):
+def card_cache(tmp_path_factory, pytestconfig):
+    """A folder of kernels for all cards that are not there, of all workers of a run: theirs lie side by side."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if hasattr(pytestconfig, "workerinput") else base) / "card"
+
+
+@pytest.fixture(scope="session")
+def on_card(card_cache):
     """Calls a function of the test's module in a process with a card that is not there; it gets the card."""
     from tests.core.card_process import card_process
 
-    # One cache of kernels for all workers of a run, whose folders lie side by side.
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if hasattr(pytestconfig, "workerinput") else base
-    with card_process(base / "card") as call:
+    with card_process(card_cache) as call:
         yield call
 
 

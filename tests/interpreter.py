@@ -2,7 +2,8 @@
 
 Each operation of a kernel makes a tensor, its type, the tuple of its shape, and names for all three. Here a shape, its
 tuple and its types are made once, and names when they are asked for. Two operands of one type, and a number beside a
-tensor of its kind, need none of the rules of promotion. tests/core/test_interpreter.py holds both to Triton's own.
+tensor of its kind, need none of the rules of promotion, and their operators are numpy's.
+tests/core/test_interpreter.py holds both to Triton's own.
 """
 
 import inspect
@@ -67,11 +68,14 @@ def _quick_for_one(unwrap):
 
 def _patched_once_a_launch(patch):
     """The language's functions are replaced at a kernel's launch, not again at each call of a device function."""
-    replaced = set()
+    replaced, known = set(), {}
 
     def once(function):
-        found = function.__globals__.values()
-        modules = frozenset(id(m) for m in found if m is interpreter.tl or m is core)
+        scope = function.__globals__
+        if id(scope) not in known:
+            # The scope is kept, so that its number stays its own.
+            known[id(scope)] = frozenset(id(m) for m in scope.values() if m is interpreter.tl or m is core), scope
+        modules, _ = known[id(scope)]
         if modules in replaced:
             return interpreter._LangPatchScope()
         scope, is_kernel = patch(function), not replaced
@@ -92,7 +96,9 @@ def _patch_builtins(place, builder, scope) -> None:
     """Replace the builtins of a module or class by functions that know the interpreter; these are made once."""
     if place not in _BUILTINS:
         found = inspect.getmembers(place, core.is_builtin)
-        _BUILTINS[place] = [(name, _bound(member, interpreter.interpreter_semantic)) for name, member in found]
+        bound = [(name, _bound(member, interpreter.interpreter_semantic)) for name, member in found]
+        quick = _quick if place is core.tensor else _quick_function
+        _BUILTINS[place] = [(name, quick(name, member)) for name, member in bound]
     for name, bound in _BUILTINS[place]:
         scope.set_attr(place, name, bound)
 
@@ -106,6 +112,138 @@ def _bound(member, semantic):
         return function(*args, **kwargs)
 
     return bound
+
+
+# {operator: (what numpy computes, whether its operands are in turn, whether it compares)}
+_OPERATORS = {
+    "__add__": (np.add, False, False),
+    "__radd__": (np.add, True, False),
+    "__sub__": (np.subtract, False, False),
+    "__rsub__": (np.subtract, True, False),
+    "__mul__": (np.multiply, False, False),
+    "__rmul__": (np.multiply, True, False),
+    "__lt__": (np.less, False, True),
+    "__le__": (np.less_equal, False, True),
+    "__gt__": (np.greater, False, True),
+    "__ge__": (np.greater_equal, False, True),
+    "__eq__": (np.equal, False, True),
+    "__ne__": (np.not_equal, False, True),
+    "__and__": (np.bitwise_and, False, False),
+    "__or__": (np.bitwise_or, False, False),
+}
+
+
+def _quick(name: str, operator):
+    """An operator of tensors that computes at once where no operand has to be refused or converted.
+
+    numpy does what Triton's own way does in steps: the wider of two signed integers, and one shape for both operands.
+    """
+    if name == "__getitem__":
+        return _quick_axes(operator)
+    if name not in _OPERATORS:
+        return operator
+    compute, in_turn, compares = _OPERATORS[name]
+    keeps = _keeps_compared if compares else _keeps
+    if "and" in name or "or" in name:
+        plain, keeps = _INTEGERS | {"int1"}, _keeps_bits
+    else:
+        plain = _WIDE
+    adds = name in ("__add__", "__radd__")
+
+    def quick(self, other):
+        dtype, number = self.dtype, other
+        if other.__class__ is core.constexpr:
+            number = other.value
+        if dtype.__class__ is core.dtype and dtype.name in plain:
+            if number.__class__ is core.tensor:
+                its = number.dtype
+                if its.__class__ is not core.dtype:
+                    return operator(self, other)
+                if its.name != dtype.name:
+                    if its.name not in _SIGNED or dtype.name not in _SIGNED:
+                        return operator(self, other)
+                    if its.primitive_bitwidth > dtype.primitive_bitwidth:
+                        dtype = its
+                kind = _common(self.type, number.type)
+                if kind is None:
+                    return operator(self, other)
+            elif keeps(dtype, number):
+                number, kind = _constant(interpreter.interpreter_semantic, number, dtype), self.type
+            else:
+                return operator(self, other)
+            left, right = (number, self) if in_turn else (self, number)
+            handle = interpreter.TensorHandle(compute(left.handle.data, right.handle.data), dtype)
+            return core.tensor(handle, kind.with_element_ty(core.int1 if compares else dtype))
+        if adds and dtype.__class__ is core.pointer_type and number.__class__ is core.tensor:
+            its = number.dtype
+            if its.__class__ is core.dtype and its.name in _SIGNED:
+                kind = _common(self.type, number.type)
+                if kind is not None:
+                    handle = interpreter.interpreter_builder.create_addptr(self.handle, number.handle)
+                    return core.tensor(handle, kind.with_element_ty(dtype))
+        return operator(self, other)
+
+    return quick
+
+
+def _quick_axes(operator):
+    """New axes of a block, all at once."""
+
+    def quick(self, slices):
+        if slices.__class__ is tuple and self.type.is_block():
+            sizes = iter(self.type.sizes.sizes)
+            shape = [1 if one is None else next(sizes, 0) if one == _WHOLE else 0 for one in slices]
+            if 0 not in shape and next(sizes, None) is None:
+                handle = interpreter.TensorHandle(self.handle.data[slices], self.handle.dtype.scalar)
+                return core.tensor(handle, core.block_type(self.dtype, shape))
+        return operator(self, slices)
+
+    return quick
+
+
+_WHOLE = slice(None)
+
+
+def _quick_function(name: str, function):
+    """`where` of operands of one type, as numpy has it."""
+    if name != "where":
+        return function
+
+    def quick(condition, x, y, **others):
+        kinds = [a.dtype for a in (condition, x, y) if a.__class__ is core.tensor]
+        if len(kinds) > 1 and condition.__class__ is core.tensor and kinds[-1].__class__ is core.dtype:
+            kind = kinds[-1]
+            if x.__class__ is not core.tensor and _keeps(kind, x):
+                x = _constant(interpreter.interpreter_semantic, x, kind)
+            elif y.__class__ is not core.tensor and _keeps(kind, y):
+                y = _constant(interpreter.interpreter_semantic, y, kind)
+            if x.__class__ is y.__class__ is core.tensor and kinds[0].name == "int1" and kinds[1].name == kind.name:
+                both = _common(x.type, y.type)
+                shape = both and _common(condition.type, both)
+                if shape is not None:
+                    data = np.where(condition.handle.data, x.handle.data, y.handle.data)
+                    return core.tensor(interpreter.TensorHandle(data, kind), shape.with_element_ty(kind))
+        return function(condition, x, y, **others)
+
+    return quick
+
+
+def _common(left, right):
+    """The one of two types that has the shape of both together; None where neither has."""
+    if not right.is_block():
+        return left
+    if not left.is_block() or left.sizes is right.sizes:
+        return right
+    if len(left.shape) != len(right.shape):
+        return None
+    pairs = list(zip(left.shape, right.shape))
+    if all(a == b or b == 1 for a, b in pairs):
+        return left
+    if all(a == b or a == 1 for a, b in pairs):
+        return right
+    if all(a == b or 1 in (a, b) for a, b in pairs):
+        return core.block_type(core.int1, [max(pair) for pair in pairs])
+    return None
 
 
 def _make_handle(self, data, dtype, attr=None):
@@ -137,7 +275,8 @@ def _quick_operands(check):
     return operands
 
 
-_INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_SIGNED = {f"int{bits}" for bits in (8, 16, 32, 64)}
+_INTEGERS = _SIGNED | {f"u{name}" for name in _SIGNED}
 _WIDE = _INTEGERS | {"fp32", "fp64"}
 
 
@@ -149,6 +288,17 @@ def _keeps(dtype, number) -> bool:
     if dtype.name in _INTEGERS:
         return kind is int and dtype.get_int_min_value() <= number <= dtype.get_int_max_value()
     return kind is float or kind is int and -(2**63) <= number < 2**64
+
+
+def _keeps_bits(dtype, number) -> bool:
+    return dtype.name in _INTEGERS and _keeps(dtype, number)
+
+
+def _keeps_compared(dtype, number) -> bool:
+    """A number is a tensor of its own kind before it is compared: int32 or float32, if it has its range."""
+    if number.__class__ is int:
+        return dtype.name in ("int32", "int64", "fp32") and -(2**31) <= number < 2**31
+    return dtype.name == "fp32" and number.__class__ is float and (number == 0 or 1e-37 < abs(number) < 1e38)
 
 
 def _constant(semantic, number, dtype):
@@ -243,7 +393,7 @@ class _Shape:
     """Sizes, as types and as tensors have them, and the blocks' types of that shape, {element's name: type}."""
 
     def __init__(self, sizes: tuple):
-        self.count = core.validate_block_shape(sizes)
+        self.sizes, self.count = sizes, core.validate_block_shape(sizes)
         self.of_types = core.tuple(sizes)
         self.of_tensors = core.tuple([core.constexpr(size) for size in sizes])
         self.numel = core.constexpr(self.count)

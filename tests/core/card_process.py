@@ -1,7 +1,9 @@
 """A process with a card that is not there, for functions of tests."""
 
+import hashlib
 import multiprocessing
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 
@@ -10,12 +12,13 @@ from contextlib import contextmanager
 def card_process(base, machine_code=False):
     """Gives what calls a function of a test's module in such a process; the function gets the card.
 
-    Nothing runs the kernels there, so they are PTX that nobody optimised, which takes seven tenths of the time, unless
-    `machine_code` is asked for. Their cache is in `base`.
+    Nothing runs the kernels there. Unless `machine_code` is asked for they are PTX that nobody optimised or, of a
+    kernel of Triton's without descriptors, no more than its entry, as its parameters are all that a launch is made of.
+    What looks at a kernel's body is called with `whole`. Their cache is in `base`.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_insert, initargs=(base, machine_code)) as process:
-        yield lambda function, *args: process.submit(_with_card, function, *args).result()
+        yield lambda function, *args, whole=False: process.submit(_with_card, function, args, whole).result()
 
 
 def _insert(base, machine_code):
@@ -26,21 +29,54 @@ def _insert(base, machine_code):
 
     CARD = card.insert()
     if not machine_code:
-        _end_with_ptx()
+        from flashinfer._core import compiler
+
+        os.environ["DISABLE_LLVM_OPT"] = "1"
+        compiler._resources = lambda cubin: {"registers": 0, "stack_bytes": 0}
+        _end_with(_entry)
 
 
-def _end_with_ptx():
+def _end_with(stages):
     from triton import knobs
 
-    from flashinfer._core import compiler
-
-    def end_with_ptx(backend, stages, *others):
-        stages["cubin"] = lambda ptx, metadata: ptx.encode()
-
-    os.environ["DISABLE_LLVM_OPT"] = "1"
-    knobs.runtime.add_stages_inspection_hook = end_with_ptx
-    compiler._resources = lambda cubin: {"registers": 0, "stack_bytes": 0}
+    knobs.runtime.add_stages_inspection_hook = stages
 
 
-def _with_card(function, *args):
-    return function(CARD, *args)
+def _ptx(backend, stages, *others):
+    stages["cubin"] = lambda ptx, metadata: ptx.encode()
+
+
+def _entry(backend, stages, options, language, capability):
+    """Stages that write what a launch needs to know of a kernel, from its Triton IR."""
+    _ptx(backend, stages)
+
+    def unless_text(stage):
+        return lambda module, metadata: module if isinstance(module, str) else stage(module, metadata)
+
+    def ttgir(module, metadata, whole=stages["ttgir"]):
+        name, parameters = re.search(r"tt\.func public @(\w+)\((.*?)\) attributes", str(module), re.DOTALL).groups()
+        kinds = re.findall(r"%\w+: (!tt\.\w+|\w+)", parameters)
+        if "!tt.tensordesc" in kinds:
+            return whole(module, metadata)
+        metadata |= {"name": name, "shared": 0}
+        types = ["u64" if kind == "!tt.ptr" else kind.replace("i", "u") for kind in kinds] + ["u64", "u64"]
+        waits = "griddepcontrol.wait;" if "griddepcontrol.wait" in str(module) else "ret;"
+        entry = ",\n".join(f".param .{kind} {name}_param_{i}" for i, kind in enumerate(types))
+        target = "90a" if capability == 90 else capability
+        # Kernels that differ stay different.
+        body = hashlib.sha256(f"{module} {options}".encode()).hexdigest()
+        head = f"// {body}\n.target sm_{target}\n.entry {name}({entry})\n"
+        return f"{head}.reqntid {32 * options.num_warps}\n{{{waits}}}\n"
+
+    if "ttir" in stages:
+        stages |= {"ttgir": ttgir, "llir": unless_text(stages["llir"]), "ptx": unless_text(stages["ptx"])}
+
+
+def _with_card(function, args, whole):
+    if not whole:
+        return function(CARD, *args)
+    _end_with(_ptx)
+    try:
+        return function(CARD, *args)
+    finally:
+        _end_with(_entry)

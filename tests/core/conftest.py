@@ -6,6 +6,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from tests.forked import python_with_torch
+
 
 def forget_interpreter():
     os.environ.pop("TRITON_INTERPRET", None)
@@ -17,6 +19,13 @@ def in_triton():
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=forget_interpreter) as process:
         yield lambda function, *args: process.submit(function, *args).result()
+
+
+@pytest.fixture(scope="session")
+def run_python():
+    """Runs a program with the environment variables given, where torch is imported already."""
+    with python_with_torch() as run:
+        yield run
 
 
 @pytest.fixture(autouse=True)

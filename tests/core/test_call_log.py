@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,26 +40,27 @@ NAMES = [
 ]  # fmt: skip
 
 
-def run(program=CALLS, **variables):
-    given = {f"FLASHINFER_{name}": str(value) for name, value in variables.items()}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("FLASHINFER_")}
-    environment = clean | given | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done
+@pytest.fixture(scope="session")
+def run(run_python):
+    def ran(program=CALLS, **variables):
+        done = run_python(program, **{f"FLASHINFER_{name}": str(value) for name, value in variables.items()})
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return ran
 
 
 def calls(text):
     return re.findall(r"^\[\d{4}-\d\d-\d\d [\d:]{8}\] FlashInfer API Call: (.*)$", text, re.MULTILINE)
 
 
-def test_level_1_names_the_calls_of_callers():
+def test_level_1_names_the_calls_of_callers(run):
     out = run(LOGLEVEL=1).stdout
     assert calls(out) == NAMES and "Tensor" not in out
     assert "Error: rmsnorm: WrongArgument: weight: got (3,)" in out
 
 
-def test_level_5_adds_shapes_values_and_what_ran(tmp_path):
+def test_level_5_adds_shapes_values_and_what_ran(tmp_path, run):
     done = run(LOGLEVEL=5, LOGDEST=tmp_path / "log%i")
     (log,) = tmp_path.iterdir()
     assert log.name.removeprefix("log").isdecimal() and not done.stdout
@@ -73,7 +72,7 @@ def test_level_5_adds_shapes_values_and_what_ran(tmp_path):
     assert "ran rmsnorm on cpu: variant reference" in text and "Problem(kind='rmsnorm'" in text
 
 
-def test_level_3_writes_before_the_call():
+def test_level_3_writes_before_the_call(run):
     """Nothing of it is lost if the call ends the process."""
     program = "import os, torch\nfrom flashinfer.api_logging import flashinfer_api\n"
     program += "@flashinfer_api\ndef ends(weight):\n    os._exit(0)\nends(torch.ones(64))"
@@ -88,12 +87,12 @@ def test_any_value_is_a_level(value, level, monkeypatch):
     assert env.api_level() == level
 
 
-def test_level_that_is_none_of_them_is_said_once():
+def test_level_that_is_none_of_them_is_said_once(run):
     done = run("import flashinfer, flashinfer.norm", LOGLEVEL="loud")
     assert done.stderr.count("FLASHINFER_LOGLEVEL: got 'loud', which is taken for 0") == 1
 
 
-def test_off_means_nothing_is_wrapped_or_imported():
+def test_off_means_nothing_is_wrapped_or_imported(run):
     program = "import sys, flashinfer; {}; print('flashinfer.api_logging' in sys.modules)"
     assert run(program.format("flashinfer.rmsnorm"), LOGLEVEL="0").stdout.strip() == "False"
 
@@ -136,7 +135,7 @@ def test_statistics_raise_faults(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory):
+def dumps(tmp_path_factory, run):
     folder = tmp_path_factory.mktemp("dumps")
     run(LOGLEVEL=10, LOGDEST="stderr", DUMP_DIR=folder)
     return folder
@@ -188,7 +187,7 @@ def test_patterns(monkeypatch):
     assert [name for name in names if call_dump.wanted(name)] == ["rmsnorm", "Wrapper.run"]
 
 
-def test_log_that_cannot_be_written_never_costs_the_call(tmp_path):
+def test_log_that_cannot_be_written_never_costs_the_call(tmp_path, run):
     (tmp_path / "file").write_text("")
     program = "import torch, flashinfer; print(flashinfer.rmsnorm(torch.ones(2, 64), torch.ones(64)).sum().item())"
     done = run(program, LOGLEVEL=10, LOGDEST=tmp_path / "file" / "log", DUMP_DIR=tmp_path / "file")

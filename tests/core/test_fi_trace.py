@@ -2,8 +2,6 @@
 
 import inspect
 import json
-import os
-import subprocess
 import sys
 from importlib import import_module
 
@@ -239,7 +237,7 @@ def test_a_folder_by_the_environment_has_each_once(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_calls_write_their_definitions(named, tmp_path):
+def test_calls_write_their_definitions(named, tmp_path, run_python):
     code = """
 import torch, flashinfer
 x, w = torch.ones(2, 64), torch.ones(64)
@@ -249,11 +247,8 @@ flashinfer.norm.rmsnorm(torch.ones(5, 32), torch.ones(32), 1e-5)
 flashinfer.get_seq_lens(torch.tensor([0, 1]), torch.tensor([1]), 16)
 flashinfer.top_k_sampling_from_probs(x / 64, torch.tensor([1, 2]))
 """
-    environment = os.environ | {"FLASHINFER_TRACE_DUMP": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("FLASHINFER_LOGLEVEL", None)
-    if named:
-        environment["FLASHINFER_TRACE_DUMP_DIR"] = str(tmp_path / "named")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    named_folder = {"FLASHINFER_TRACE_DUMP_DIR": str(tmp_path / "named")} if named else {}
+    done = run_python(f"import os; os.chdir({str(tmp_path)!r}){code}", FLASHINFER_TRACE_DUMP="1", **named_folder)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / ("named" if named else "fi_trace_out")
     assert sorted(path.name for path in folder.iterdir()) == [

@@ -71,6 +71,7 @@ def outcomes():
             allowed = ("allow_lhs_ptr",) * a_pointer(a) + ("allow_rhs_ptr",) * a_pointer(b)
             for pointers in ({}, *({name: True} for name in allowed)):
                 yield outcome(semantic.binary_op_type_checking_impl, a, b, **pointers, **chosen)
+        yield from operators(tensors)
         shaped = [tensor_of(name, shape) for name in ("fp32", "int1") for shape in SHAPES]
         for a, b in product(shaped, shaped):
             yield outcome(semantic.broadcast_impl_value, a, b)
@@ -87,6 +88,37 @@ def outcomes():
                 yield str(error)
     finally:
         scope.restore()
+
+
+OPERATORS = (
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__lt__", "__le__", "__gt__", "__ge__",
+    "__eq__", "__ne__", "__and__", "__or__",
+)  # fmt: skip
+
+
+def operators(tensors):
+    """What a kernel's operators make of tensors of all types, of shapes, pointers and numbers."""
+    interpreter._patch_builtin(core.tensor, interpreter.interpreter_builder, interpreter._LangPatchScope())
+    shaped = [tensor_of(name, shape) for name in ("fp32", "int32", "int64", "int1") for shape in SHAPES]
+    rows = [tensor_of(name, shape) for name in ("fp32", "int16") for shape in ((4, 1), (1, 8), (2, 1, 4), (1, 4, 1))]
+    alone = [x for x in tensors if not x.type.is_block()]
+    pairs = [*product(alone, alone), *product(shaped, shaped), *product(rows, rows)]
+    pairs += [(pointer(), x) for x in (*alone, *shaped)] + [(x, pointer()) for x in alone]
+    pairs += list(product([*alone, pointer(), shaped[2], shaped[8]], (*NUMBERS, *map(core.constexpr, (2, 0.5, -1)))))
+    for (a, b), name in product(pairs, OPERATORS):
+        yield outcome(getattr(core.tensor, name), a, b)
+    interpreter._patch_builtin(tl, interpreter.interpreter_builder, interpreter._LangPatchScope())
+    conditions = [tensor_of("int1", shape) for shape in SHAPES] + [tensor_of("int32", (4,)), True]
+    chosen = [*product(shaped[4:10], shaped), *product(alone, alone), *product((*alone, *shaped[:6]), NUMBERS)]
+    for place, (a, b) in enumerate(chosen):
+        for condition in conditions if place % 7 == 0 else conditions[2:3]:
+            yield outcome(tl.where, condition, a, b)
+            yield outcome(tl.where, condition, b, a)
+    every = slice(None)
+    keys = (None, every, 0, (None,), (every,), (None, every), (every, None), (every, None, every), (None, every, None),
+            (every, every), (every, every, None), (None, None, every), (every, slice(0, 2)), (0, every))  # fmt: skip
+    for x, key in product((*shaped[:6], pointer()), keys):
+        yield outcome(core.tensor.__getitem__, x, key)
 
 
 def main(quick):

@@ -628,8 +628,8 @@ def names_of_the_driver():
     assert all(hasattr(real.CUtensorMapDataType, name) for name in types)
 
 
+@pytest.mark.gpu
 def test_cuda_bindings_has_every_name_we_use(in_triton):
-    pytest.importorskip("cuda.bindings")
     in_triton(names_of_the_driver)
 
 

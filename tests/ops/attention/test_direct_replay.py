@@ -15,8 +15,9 @@ PAGE, BATCH, WIDTH = 16, 3, 4
 
 
 @pytest.fixture(scope="module")
-def on_card(tmp_path_factory):
-    with card_process(tmp_path_factory.mktemp("card")) as call:
+def on_card(card_cache):
+    """A process of its own: what its calls keep is not kept for others."""
+    with card_process(card_cache) as call:
         yield call
 
 
