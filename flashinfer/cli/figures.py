@@ -94,6 +94,20 @@ def results_of(folder: Path) -> list[tuple[str, dict]]:
     return [(file.stem, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
 
 
+def latest(results: Iterable[dict]) -> list[dict]:
+    """The results, the newest first, without libraries beside a row that a newer one has on the same card."""
+    seen, kept = set(), []
+    for result in sorted(results, key=lambda result: result["date"], reverse=True):
+        measured, cases = set(), []
+        for row in result["cases"]:
+            beside = {name: (result["device"], row["name"], plots.library(name)) for name in row["peers"]}
+            cases.append(row | {"peers": {name: row["peers"][name] for name, at in beside.items() if at not in seen}})
+            measured |= set(beside.values())
+        seen |= measured
+        kept.append(result | {"cases": cases})
+    return kept
+
+
 def headlines(result: dict) -> list[dict]:
     return [row for row in result["cases"] if row["headline"]]
 
@@ -101,7 +115,7 @@ def headlines(result: dict) -> list[dict]:
 def quoted(folder: Path) -> str:
     """Markdown of what is slower than another library, and of the headlines of every result under `folder`."""
     results = results_of(folder)
-    parts = [_slower(result for _, result in results)]
+    parts = [_slower(latest(result for _, result in results))]
     parts += [_quoted(stem, result) for stem, result in results if headlines(result)]
     return "\n\n".join(part for part in parts if part)
 
@@ -174,7 +188,7 @@ def main(check):
     (root / PAGE).write_text(text)
     shown = [(stem, result) for stem, result in results_of(results) if headlines(result)]
     drawn = [plots.draw(result, root / PLOTS / f"{stem}.svg") for stem, result in shown]
-    drawn.append(plots.draw_ratios([result for _, result in shown], root / PLOTS / "ratios.svg"))
+    drawn.append(plots.draw_ratios(latest(result for _, result in shown), root / PLOTS / "ratios.svg"))
     if not all(drawn):
         raise SystemExit("no plot: pip install 'flashinfer-python[bench]' brings matplotlib")
     click.echo(f"wrote {PAGE} and {len(drawn)} plots")

@@ -257,6 +257,19 @@ def test_figures_name_the_fastest_way_and_what_refused(tmp_path):
     assert figures.generated(tmp_path) == f"before\n{figures.BEGIN}\n\n{text}\n\n{figures.END}\nafter\n"
 
 
+def test_a_library_counts_where_it_was_measured_last():
+    """By row and card: what only the older result has beside a row stays."""
+    peers = {"cudnn/gqa": {"us": 5.0}, "cudnn/expanded": {"us": 4.0}, "flashinfer": {"us": 5.0}}
+    old = result(settled([{"us": 10.0, "peers": peers}], []))
+    new = result(settled([{"us": 10.0, "peers": {"cudnn": {"us": 20.0}}}], [])) | {"date": "2000-01-02"}
+    other = new | {"date": "2000-01-03", "device": "another card"}
+    kept = figures.latest([old, new, other])
+    assert [(x["date"], list(x["cases"][0]["peers"])) for x in kept] == [
+        ("2000-01-03", ["cudnn"]), ("2000-01-02", ["cudnn"]), ("2000-01-01", ["flashinfer"])
+    ]  # fmt: skip
+    assert list(old["cases"][0]["peers"]) == list(peers)
+
+
 def test_plots_show_each_library_and_leave_out_what_is_no_peer(tmp_path):
     peers = {"cudnn/gqa": {"us": 30.0}, "flashinfer": {"us": 20.0}, "copy of its bytes": {"us": 5.0}}
     alone = {"us": 10.0, "peers": {"torch loop, bf16": {"us": 99}}}
