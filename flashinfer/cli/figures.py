@@ -95,17 +95,17 @@ def results_of(folder: Path) -> list[tuple[str, dict]]:
 
 
 def latest(results: Iterable[dict]) -> list[dict]:
-    """The results, the newest first, without libraries beside a row that a newer one has on the same card."""
-    seen, kept = set(), []
-    for result in sorted(results, key=lambda result: result["date"], reverse=True):
-        measured, cases = set(), []
+    """The results without libraries beside a row that a newer result of the same card has."""
+    results, seen, kept = list(results), set(), {}
+    for at in sorted(range(len(results)), key=lambda at: results[at]["date"], reverse=True):
+        result, measured, cases = results[at], set(), []
         for row in result["cases"]:
             beside = {name: (result["device"], row["name"], plots.library(name)) for name in row["peers"]}
-            cases.append(row | {"peers": {name: row["peers"][name] for name, at in beside.items() if at not in seen}})
+            cases.append(row | {"peers": {name: row["peers"][name] for name, key in beside.items() if key not in seen}})
             measured |= set(beside.values())
         seen |= measured
-        kept.append(result | {"cases": cases})
-    return kept
+        kept[at] = result | {"cases": cases}
+    return [kept[at] for at in range(len(results))]
 
 
 def headlines(result: dict) -> list[dict]:

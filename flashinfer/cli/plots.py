@@ -22,6 +22,10 @@ COLOURS = {
     "flashkda": "#5c6bc0",
     "fa3": "#d4a017",
     "vllm-ssm": "#00838f",
+    "vllm-moe": "#4dd0e1",
+    "flashmla": "#9e9d24",
+    "deepgemm": "#ad1457",
+    "naive": "#b0bec5",
 }
 _OTHER = "#7f8c8d"
 # What is no other library's kernel for the row: a ceiling, or Python that launches one product after another.

@@ -265,7 +265,7 @@ def test_a_library_counts_where_it_was_measured_last():
     other = new | {"date": "2000-01-03", "device": "another card"}
     kept = figures.latest([old, new, other])
     assert [(x["date"], list(x["cases"][0]["peers"])) for x in kept] == [
-        ("2000-01-03", ["cudnn"]), ("2000-01-02", ["cudnn"]), ("2000-01-01", ["flashinfer"])
+        ("2000-01-01", ["flashinfer"]), ("2000-01-02", ["cudnn"]), ("2000-01-03", ["cudnn"])
     ]  # fmt: skip
     assert list(old["cases"][0]["peers"]) == list(peers)
 
