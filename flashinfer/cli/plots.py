@@ -24,7 +24,7 @@ COLOURS = {
     "vllm-ssm": "#00838f",
     "vllm-moe": "#4dd0e1",
     "flashmla": "#9e9d24",
-    "deepgemm": "#ad1457",
+    "deepgemm": "#37474f",
     "naive": "#b0bec5",
 }
 _OTHER = "#7f8c8d"
