@@ -416,8 +416,7 @@ class _GraphTimer:
         # Without a second set of inputs, a second call would find L2 warm: each replay is then one call.
         self.calls = 1 if flush and len(sets) == 1 else calls
         self.flush = flush
-        # The graph has addresses of these, and of what the function keeps.
-        self.fn, self.sets = fn, sets
+        self.fn, self.sets = fn, sets  # What the graph has addresses of.
         self.graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -42,7 +42,8 @@ def build(p, c) -> Build:
     }
     constants = dict(
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, BOX=c.box, GROUP=c.group, LEAD=c.lead,
-        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, FORMAT=p.b, SCALE=p.scale, WIDTH=p.width, FACTOR_LAYOUT=p.b_layout, SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
+        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, FORMAT=p.b, SCALE=p.scale,
+        WIDTH=p.width, FACTOR_LAYOUT=p.b_layout, SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
     )  # fmt: skip
     return Build(widened_sm90_kernel, types, constants, num_warps=4)
 

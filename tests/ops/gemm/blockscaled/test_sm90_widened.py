@@ -12,6 +12,7 @@ from flashinfer.testing.compare import assert_close
 from tests.ops.gemm import scaled
 
 BF16 = torch.bfloat16
+SIZES = ((17, 136, 1024), (33, 264, 256), (100, 264, 384), (130, 264, 128), (300, 648, 1152), (512, 1032, 4096))
 FORMATS = {"nvfp4": ("e2m1", "ue4m3", 16), "mxfp4": ("e2m1", "ue8m0", 32), "mxfp8": ("e4m3", "ue8m0", 32),
            "e5m2": ("e5m2", "ue8m0", 32)}  # fmt: skip
 
@@ -19,7 +20,7 @@ FORMATS = {"nvfp4": ("e2m1", "ue4m3", 16), "mxfp4": ("e2m1", "ue8m0", 32), "mxfp
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["128x4", "8x4", "linear"])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("m, n, k", [(17, 136, 1024), (33, 264, 256), (100, 264, 384), (130, 264, 128), (300, 648, 1152), (512, 1032, 4096)])
+@pytest.mark.parametrize("m, n, k", SIZES)
 def test_shapes(device, m, n, k, name, layout):
     check(device, m, n, k, name, layout)
 
