@@ -171,8 +171,9 @@ class Qwen3Next:
         out = torch.empty(len(x), c.value_heads, c.value_dim, dtype=x.dtype, device=x.device)
         if n:
             mixed = causal_conv1d_update(qkv[:n], conv, kernel, None, "silu", conv_state_indices=states.stepping)
+            q, k, v = (t[:, None] for t in self._heads(mixed))
             gated_delta_rule_decode_pretranspose(
-                *(t[:, None] for t in self._heads(mixed)), None, gates[0], a[:n, None], gates[1], b[:n, None],
+                q, k, v, None, gates[0], a[:n, None], gates[1], b[:n, None],
                 output=out[:n, None], initial_state=delta, initial_state_indices=states.stepping,
             )  # fmt: skip
         if n < len(x):
