@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from flashinfer._core.checks import check_values, dtype_name, indptr_values, is_aligned, same_device
@@ -14,7 +12,7 @@ from flashinfer.gemm._operands import choice_of, encoding_of
 from flashinfer.gemm.dense import multiply
 from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.ops.gemm import grouped as groups_room
-from flashinfer.ops.gemm.blockscaled.config import widens_first, widens_rows
+from flashinfer.ops.gemm.blockscaled.config import is_small, widens_first
 from flashinfer.ops.gemm.operands import PER_BYTE, bucket
 
 
@@ -57,14 +55,11 @@ def gemm(
         aligned=_aligned(a, b, out, K // width, (a_scale, a_layout), (b_scale, b_layout)),
         whole=K % 128 == 0,
     )
-    target = target_of(a.device)
-    if backend == "auto" and K and widens_rows(problem, a.shape[1], b.shape[0] * b.shape[1] * K, target):
-        choice = room.blockscaled(replace(problem, a="bf16", a_layout=""), a.device)
-        if choice.variant.name == "sm90_widened":
-            a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
-            choice.run(a, b, None, b_scale, alpha, out)
-            return
-    if backend == "auto" and K and widens_first(problem, a.shape[1], target):
+    choice = choice_of(room.blockscaled, problem, a.device, backend)
+    alone = choice.variant.name == "sm90_widened"
+    if backend == "auto" and alone and is_small(a.shape[1], b.shape[0] * b.shape[1] * K):
+        choice = choice_of(room.blockscaled, problem, a.device, "portable")
+    if backend == "auto" and K and widens_first(problem, a.shape[1], target_of(a.device), alone):
         a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
         # Rows of a shuffled weight are put in order on the way.
         wide = _widened(problem, b, b_scale, problem.b, b_layout, shuffled)
@@ -75,7 +70,7 @@ def gemm(
         else:
             multiply(a, wide.mT, out, a_scale=alpha)
         return
-    choice_of(room.blockscaled, problem, a.device, backend).run(a, b, a_scale, b_scale, alpha, out)
+    choice.run(a, b, a_scale, b_scale, alpha, out)
 
 
 def _widened(problem, codes, scale, encoding: str, layout: str, shuffled: bool = False) -> torch.Tensor:

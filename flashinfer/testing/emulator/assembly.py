@@ -48,14 +48,15 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
     if _FACTOR in asm:
         codes = (args[0].a & 0xFF).astype(np.uint8)
         return Tensor(_twice(encode(decode(codes, tl.float8e4nv), tl.bfloat16)), tl.int32, args[0].layout)
-    if _TIMES_E2M1 in asm:
-        codes = np.stack([(args[0].a >> (4 * i)) & 0xF for i in range(8)], -1)
+    if _TIMES_E2M1 in asm and pack == 4:
+        bytes_of = args[0].a.reshape(*args[0].shape[:-1], -1, 4, 1)
+        codes = np.concatenate([bytes_of & 0xF, bytes_of >> 4], -1).reshape(*args[0].shape[:-1], -1, 2, 4)
         magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7]
-        return _times(np.where(codes & 8, -magnitude, magnitude), *args)
+        values = np.where(codes & 8, -magnitude, magnitude)
+        return tuple(_times(values[..., i, :].reshape(args[0].shape), *args) for i in range(2))
     found = _TIMES_FP8.search(asm)
-    if found:
-        codes = np.ascontiguousarray(args[0].a).view(np.uint8).reshape(*args[0].shape, 4)
-        return _times(decode(codes, tl.float8e4nv if found[1] == "e4m3" else tl.float8e5), *args)
+    if found and pack == 4:
+        return _times(decode(args[0].a, tl.float8e4nv if found[1] == "e4m3" else tl.float8e5), *args)
     found = _WIDEN.search(asm)
     if found:
         return _widened(args[0], tl.float8e4nv if found[1] == "e4m3" else tl.float8e5, "bf16x2" in asm)
@@ -82,12 +83,10 @@ def _twice(halves: np.ndarray) -> np.ndarray:
     return (words | words << np.uint32(16)).view(np.int32)
 
 
-def _times(values: np.ndarray, words: Tensor, factors: Tensor) -> tuple[Tensor, ...]:
-    """The values [..., n] of words, times the bfloat16 of each word's factor: n / 2 words of two bfloat16."""
-    factor = decode((factors.a & 0xFFFF).astype(np.uint16), tl.bfloat16)
-    products = encode(rounded(values * factor[..., None], tl.bfloat16), tl.bfloat16)
-    pairs = np.ascontiguousarray(products).view(np.int32)
-    return tuple(Tensor(pairs[..., i], tl.int32, words.layout) for i in range(pairs.shape[-1]))
+def _times(values: np.ndarray, bytes_of: Tensor, factors: Tensor) -> Tensor:
+    """Values, four neighbours of which are those of a word, times the bfloat16 of each word's factor."""
+    factor = decode((np.broadcast_to(factors.a, values.shape) & 0xFFFF).astype(np.uint16), tl.bfloat16)
+    return Tensor(rounded(values * factor, tl.bfloat16), tl.bfloat16, bytes_of.layout)
 
 
 def _columns_of_pairs(x: Tensor) -> Tensor:

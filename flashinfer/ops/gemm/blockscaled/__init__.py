@@ -75,13 +75,15 @@ class Widen:
     Attributes
     ----------
     encoding, scale, width, layout : str, str, int, str
-        As of the operand in Problem; factors in "ue8m0" or "ue4m3".
+        As of the operand in Problem; factors in "ue8m0" or "ue4m3", or "" for "bf16".
     shuffled : bool
         Rows and factors are shuffled as in Problem; rows of `out` are not.
     aligned : bool
         Rows of codes can be read 16 bytes at a time, factors 4 at a time.
     whole : bool
         K is a multiple of 256.
+    arranged : bool
+        Columns of `out` are in the order of `sm90_widened_kernel.py`; K is a multiple of 128.
     """
 
     encoding: str
@@ -91,6 +93,7 @@ class Widen:
     shuffled: bool = False
     aligned: bool = True
     whole: bool = True
+    arranged: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ def _widen_catalog() -> Iterator[Widen]:
     yield Widen("e2m1", "ue8m0", 32, "8x4", shuffled=True, whole=False)
     yield Widen("fp8e4nv", "ue8m0", 32, "128x4")
     yield Widen("fp8e5", "ue8m0", 32, "linear", aligned=False, whole=False)
+    yield Widen("bf16", "", 16, "", whole=False, arranged=True)
 
 
 blockscaled = Op(

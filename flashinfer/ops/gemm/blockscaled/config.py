@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from flashinfer.ops.gemm import tiles
-from flashinfer.ops.gemm.slices import FEW_ROWS
 
 
 @dataclass(frozen=True)
@@ -28,51 +28,87 @@ class Widen:
 
 @dataclass(frozen=True)
 class Sm90Widened:
-    """Tile, pipeline and registers of the Hopper kernel that widens B.
+    """Tile, pipeline and registers of the Hopper kernel that widens the weight in registers.
 
     Attributes
     ----------
-    block_m, block_n : int
-        The tile: 64 x 128, 128 x 128 or 128 x 256, and 64 of K.
-    stages : int
-        Tiles of A and B in the shared memory ring.
-    box : int
-        Rows of A that one TMA copy loads.
-    lead : int
-        Blocks of K whose codes are in flight while one is widened.
+    tokens : int
+        Tokens of a tile, beside 128 rows of the weight.
+    boxes, stages : int
+        Tiles of tokens, 64 of K each, in a stage of the shared memory ring, and its stages.
+    code_stages : int
+        Stages of the ring of codes, 128 x 128 elements.
     group : int
-        Tiles along M that are computed before the next column of tiles, so that operands stay in the L2 cache.
+        Tiles along the tokens that are computed before the next rows of the weight, for the L2 cache.
     registers, copy_registers : int
-        Registers of a thread: in the consumer warpgroups, and in the producer's.
+        Registers of a thread: in the second consumer warpgroup, and in the producer warp.
     """
 
-    block_m: int
-    block_n: int
+    tokens: int
+    boxes: int
     stages: int
-    box: int
-    lead: int
+    code_stages: int
     group: int
     registers: int
     copy_registers: int
 
 
+# Bits of a code of the formats of a weight.
+BITS = {"e2m1": 4, "fp8e4nv": 8, "fp8e5": 8}
+
+
 def sm90_widened(problem, target) -> Sm90Widened:
-    # As many stages as 227 KiB hold beside the output staging buffer.
-    if problem.tokens > FEW_ROWS:
-        return Sm90Widened(128, 128, stages=6, box=64, lead=2, group=16, registers=184, copy_registers=144)
-    # Bound by memory: two producers have 32 KiB of codes in flight.
-    lead = 8 if problem.b == "e2m1" else 4
-    return Sm90Widened(64, 128, 8, problem.tokens, lead, group=16, registers=128, copy_registers=128)
+    """The config of the tile with the most tokens that the problem may have; `widened_tile` chooses by the sizes."""
+    return widened_tiles(problem)[-1]
+
+
+def _widened(problem, tokens: int) -> Sm90Widened:
+    # As many stages as 227 KiB hold beside the buffer of results.
+    boxes, stages, codes = {256: (1, 5, 3), 128: (2, 4, 4), 64: (2, 5, 8)}.get(tokens, (2, 6, 8))
+    codes = codes if problem.b == "e2m1" else max(codes // 2, 2)
+    return Sm90Widened(tokens, boxes, stages, codes, group=8, registers=232, copy_registers=40)
+
+
+def widened_tiles(problem) -> list[Sm90Widened]:
+    """The configs that `widened_tile` chooses from."""
+    return [_widened(problem, tokens) for tokens in ((128, 256) if problem.tokens > 128 else (problem.tokens,))]
+
+
+@lru_cache(maxsize=4096)
+def widened_tile(problem, batch: int, m: int, n: int, k: int, sms: int) -> tuple[Sm90Widened, int]:
+    """The config and the number of K slices with the shortest estimated time.
+
+    The estimate is in microseconds, from measurements on an H100. 128 of K take 0.57 and 0.0032 for each token with
+    four-bit codes, 0.83 and 0.002 with FP8. Slices are stored at 3 TB/s and read again by one multiprocessor at 100
+    GB/s.
+    """
+    found = []
+    for c in widened_tiles(problem):
+        tiles = batch * -(-m // c.tokens) * -(-n // 128)
+        step = 0.57 + 0.0032 * c.tokens if problem.b == "e2m1" else 0.83 + 0.002 * c.tokens
+        for slices in range(1, max(min(k // 512, 16), 1) + 1):
+            time = -(-tiles * slices // sms) * (k / 128 / slices * step + 3)
+            if slices > 1:
+                sums = slices * c.tokens * 128 * 4
+                time += 4 + 2 * tiles * sums / 3e6 + sums / 1e5
+            found.append((time, slices, c.tokens, c))
+    _, slices, _, c = min(found, key=lambda one: one[:3])
+    return c, slices
+
+
+def is_small(tokens: int, weights: int) -> bool:
+    """Whether a product of so many tokens, and elements of the weight, is faster in the portable kernel, which starts
+    without a launch for the tokens: 15.6 us for 16 x 4096 x 4096 and 14.6 for 64 x 2048 x 2048 on an H100, where the
+    Hopper kernel takes 17.1 and 16.6. 64 x 4096 x 4096 take 24.3 and 21.3."""
+    return tokens <= 16 and weights <= 1 << 24 or tokens <= 64 and weights <= 1 << 22
 
 
 def refuses_sm90_widened(problem, target) -> str:
-    """Why the Hopper kernel that widens B does not take a Problem; '' if it does."""
+    """Why the Hopper kernel that widens the weight does not take a Problem; '' if it does."""
     if target.capability != 90:
         return f"wgmma is compute capability 9.0's, and this is {target.arch}"
-    if problem.a != "bf16" or problem.scale == "fp32":
-        return f"{problem.a} with {problem.scale} scales: it takes bfloat16 and codes with factors"
-    if problem.tokens < WIDENED[0]:
-        return "few tokens: the portable kernel is faster"
+    if problem.scale == "fp32":
+        return "float32 scales: it takes factors"
     if problem.alpha == "rows":
         return "an alpha for each row"
     return "" if problem.aligned and problem.whole else "rows that are not whole blocks of 128 of K, 16 bytes at a time"
@@ -91,38 +127,23 @@ def widen(problem, target) -> Widen:
     return Widen(16, 256, 4, target.capability)
 
 
-def widens_first(problem, tokens: int, target) -> bool:
+def widens_first(problem, tokens: int, target, alone: bool) -> bool:
     """Whether operands become bfloat16 matrices in memory, whose product is then dense.
 
-    Operands that the chip's tensor cores do not take are, where many tokens share them. In the block-scaled kernel
-    each tile widens its operands itself, M / 128 times each element of the weight. An H100 takes 1226, 1161 and 1002 us
-    so for 4096 x 4096 x 7168 in NVFP4, MXFP8 and bfloat16 x NVFP4, and 452, 461 and 435 with widening first and
-    Triton's product of the two matrices.
+    Operands that the chip's tensor cores do not take are, where many tokens share them. In the portable kernel each
+    tile widens its operands itself, M / 128 times each element of the weight. An H100 takes 1226, 1161 and 1002 us so
+    for 4096 x 4096 x 7168 in NVFP4, MXFP8 and bfloat16 x NVFP4, and 452, 461 and 435 with widening first and Triton's
+    product of the two matrices. From 512 tokens on, which is not measured; on Hopper from 129 on, a prediction.
 
-    From 512 tokens on, which is not measured. On Hopper from 129 on, a prediction: by the rate above a wave of tiles of
-    7168 elements of K takes 158 us in the block-scaled kernel, while widening and the dense kernel, which splits K
-    where tiles are few, should take 55 for 256 x 4096 x 7168.
+    alone : the Hopper kernel takes the problem. 7168 x 16384 in NVFP4 take it 188 us for 512 tokens and 1290 for 4096,
+    where widening first takes 283 and 1331. Where it has to rearrange tokens that need no widening, bfloat16 x NVFP4,
+    it takes 741 for 2048 and 1367 for 4096, and widening first 766 and 1298.
     """
     if problem.scale == "fp32" or tiles.compute(problem.scale, (problem.a, problem.b), target) != "bf16":
         return False
+    if alone:
+        return problem.a == "bf16" and tokens >= 3072
     return tokens >= (129 if target.capability == 90 else 512)
-
-
-# Tokens of the Hopper kernel that widens weights on their way. 7168 x 16384 in NVFP4, MXFP8 and bfloat16 x NVFP4 on an
-# H100: 62, 93 and 60 us for 16 tokens in the portable kernel, here 118, 92 and 115; for 64 tokens 98, 115 and 92, here
-# 74, 95 and 70; for 128 tokens 129, 193 and 173, here 102, 133 and 100; for 256 tokens 218, 236 and 212 with widening
-# first, here 182, 214 and 177; for 512 tokens 283, 296 and 275, here 293, 298 and 286, and for 4096 1.5 x as long.
-WIDENED = 17, 384
-
-
-def widens_rows(problem, tokens: int, weights: int, target) -> bool:
-    """Whether rows become bfloat16, where they are not, for the Hopper kernel that widens the weights by itself.
-
-    weights : elements of b. Rows of codes take a launch of their own, which costs more than it gains for few weights.
-    """
-    if problem.scale == "fp32" or target.capability != 90 or not WIDENED[0] <= tokens <= WIDENED[1]:
-        return False
-    return problem.a == "bf16" or tokens > 128 or weights >= 1 << 24
 
 
 def splits(count: int, blocks: int, sms: int) -> int:

@@ -22,23 +22,31 @@ from flashinfer.ops.gemm._device.scaled import load_codes, unshuffled
 def widen_kernel(
     codes, scale, out, rows, K, codes_batch, codes_row, scale_batch, blocks,
     FORMAT: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, SHUFFLED: tl.constexpr,
-    ALIGNED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
+    ALIGNED: tl.constexpr, WHOLE: tl.constexpr, ARRANGED: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """A program widens ROWS x BK elements. `blocks` factors are in a row of the layout; K is a multiple of 16."""
-    UNIT: tl.constexpr = 16 if ALIGNED else 1
+    UNIT: tl.constexpr = (8 if FORMAT == "bf16" else 16) if ALIGNED else 1
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     ok = row < rows
     batch = tl.program_id(2).to(tl.int64)
     start = tl.program_id(0) * BK
     at = codes + batch * multiple(codes_batch, UNIT) + row.to(tl.int64) * multiple(codes_row, UNIT)
     found = load_codes(at, ok, start, K, FORMAT, BK, WHOLE, ALIGNED)
-    scale += batch * scale_batch
-    factors = load_factors(scale, row, ok, start // WIDTH, blocks, blocks, 1, LAYOUT, BK // WIDTH, 1, ALIGNED)
-    if FORMAT == "e2m1":
+    if scale is not None:
+        scale += batch * scale_batch
+        factors = load_factors(scale, row, ok, start // WIDTH, blocks, blocks, 1, LAYOUT, BK // WIDTH, 1, ALIGNED)
+    if FORMAT == "bf16":
+        wide = found
+    elif FORMAT == "e2m1":
         even, odd = halves(found, factors, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
         wide = tl.reshape(tl.join(even, odd), [ROWS, BK])
     else:
         wide = widen_blocks(found, factors, FORMAT, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
+    if ARRANGED:
+        # Of 128 columns, 32 c + 2 i + e goes to 8 i + 2 c + e.
+        pairs = tl.reshape(wide, [ROWS, BK // 128, 4, 16, 2])
+        wide = tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), [ROWS, BK])
     column = start + tl.arange(0, BK)
     K = multiple(K, 16)
     if SHUFFLED:
@@ -49,7 +57,9 @@ def widen_kernel(
 
 def build(problem, config) -> Build:
     by = ":16" if problem.aligned else ""
-    types = {"codes": f"*u8{by}", "scale": "*u8:4" if problem.aligned else "*u8", "out": "*bf16:16"}
+    codes = "bf16" if problem.encoding == "bf16" else "u8"
+    types = {"codes": f"*{codes}{by}"} | ({"scale": "*u8:4" if problem.aligned else "*u8"} if problem.scale else {})
+    types["out"] = "*bf16:16"
     types |= {"rows": "i32", "K": "i32"} | dict.fromkeys(("codes_batch", "codes_row", "scale_batch", "blocks"), "i64")
     constants = {
         "FORMAT": problem.encoding,
@@ -59,10 +69,13 @@ def build(problem, config) -> Build:
         "SHUFFLED": problem.shuffled,
         "ALIGNED": problem.aligned,
         "WHOLE": problem.whole,
+        "ARRANGED": problem.arranged,
         "ROWS": config.rows,
         "BK": config.block_k,
         "CAPABILITY": config.capability,
     }
+    if not problem.scale:
+        constants["scale"] = None
     return Build(widen_kernel, types, constants, num_warps=config.num_warps)
 
 
@@ -72,10 +85,13 @@ launch = Launcher("gemm_widen", build)
 def run(problem, config, codes, scale, out):
     """Codes [batch, rows, .] and their flat factors [batch, .] to `out` [batch, rows, K], contiguous."""
     batch, rows, K = out.shape
-    blocks = layouts.padded(1, K // problem.width, problem.layout)[1]
     grid = (triton.cdiv(K, config.block_k), triton.cdiv(rows, config.rows), batch)
-    strides = *codes.stride()[:2], scale.stride(0), blocks
-    launch(problem, config, grid, codes.view(torch.uint8), scale, out, rows, K, *strides)
+    factors, scale_batch, blocks = (), 0, 0
+    if problem.scale:
+        codes = codes.view(torch.uint8)
+        factors, scale_batch = (scale,), scale.stride(0)
+        blocks = layouts.padded(1, K // problem.width, problem.layout)[1]
+    launch(problem, config, grid, codes, *factors, out, rows, K, *codes.stride()[:2], scale_batch, blocks)
 
 
 IMPLEMENTATION = Implementation(run, (launch,))

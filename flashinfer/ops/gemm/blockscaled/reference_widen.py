@@ -8,12 +8,18 @@ from flashinfer.ops.gemm import operands
 
 def run(problem, config, codes, scale, out):
     """Codes [batch, rows, .] and their flat factors [batch, .] to `out` [batch, rows, K]."""
-    rest = problem.scale, problem.layout, problem.width
-    pairs = zip(codes, scale, strict=True)
-    wide = torch.stack([operands.widen(matrix, problem.encoding, factors, *rest) for matrix, factors in pairs])
+    if problem.scale:
+        rest = problem.scale, problem.layout, problem.width
+        pairs = zip(codes, scale, strict=True)
+        wide = torch.stack([operands.widen(matrix, problem.encoding, factors, *rest) for matrix, factors in pairs])
+    else:
+        wide = codes
     if problem.shuffled:
         # Stored row 8 i + j of each 32 is row 4 j + i.
         wide = wide.unflatten(1, (-1, 4, 8)).transpose(2, 3).flatten(1, 3)
+    if problem.arranged:
+        # Of 128 columns, 32 c + 2 i + e goes to 8 i + 2 c + e.
+        wide = wide.unflatten(2, (-1, 4, 16, 2)).transpose(3, 4).flatten(2)
     out.copy_(wide)
 
 

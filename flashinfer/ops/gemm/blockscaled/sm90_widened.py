@@ -1,32 +1,41 @@
-"""bfloat16 times codes with factors on Hopper: builds and launches the kernel of `sm90_widened_kernel.py`."""
+"""Codes with factors times tokens on Hopper: builds and launches the kernel of `sm90_widened_kernel.py`."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 
 from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
-from flashinfer._core.target import target_of
+from flashinfer._core.target import named, target_of
 from flashinfer.ops import layouts
+from flashinfer.ops.gemm.blockscaled import Widen, config, portable_widen
 from flashinfer.ops.gemm.blockscaled.sm90_widened_kernel import widened_sm90_kernel
-from flashinfer.ops.gemm.slices import choose_split, scratch
-
+from flashinfer.ops.gemm.slices import scratch
 
 
 def _box(c) -> tuple[int, ...]:
-    """The TMA box of A."""
-    return 1, c.box, 64
+    """The TMA box of the tokens."""
+    return 1, c.tokens, 64
+
+
+def _code_box(p) -> tuple[int, ...]:
+    """The TMA box of codes: 128 rows, and 128 elements of K."""
+    bytes_of = 16 * config.BITS[p.b]
+    return (1, 4, 8, 4, bytes_of) if p.shuffled else (1, 128, bytes_of)
+
+
+def _by_box(p, codes: torch.Tensor) -> torch.Tensor:
+    """The bytes of codes as their tensor map sees them; of shuffled ones, row 8 i + j of 32 is row 4 j + i."""
+    codes = codes.view(torch.uint8)
+    return codes.unflatten(1, (-1, 4, 8)).transpose(2, 3) if p.shuffled else codes
 
 
 def build(p, c) -> Build:
     step = "i64:4" if p.out == "fp32" else "i64:8"
     types = {
         "a_map": tensordesc("bf16", _box(c)),
-        "b.at": "*u8:16",
-        **dict.fromkeys(("b.entry", "b.row"), "i64:16"),
+        "b_map": tensordesc("u8", _code_box(p)),
         "b_scale.at": "*u8:4",
         "b_scale.entry": "i64:4",
         "b_scale.blocks": "i32:4",
@@ -41,9 +50,9 @@ def build(p, c) -> Build:
         **dict.fromkeys(("K", "batch", "slices"), "i32"),
     }
     constants = dict(
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, BOX=c.box, GROUP=c.group, LEAD=c.lead,
-        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, FORMAT=p.b, SCALE=p.scale,
-        WIDTH=p.width, FACTOR_LAYOUT=p.b_layout, SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
+        TOKENS=c.tokens, BOXES=c.boxes, STAGES=c.stages, CODE_STAGES=c.code_stages, GROUP=c.group,
+        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, FORMAT=p.b, SCALE=p.scale, WIDTH=p.width, FACTOR_LAYOUT=p.b_layout,
+        SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
     )  # fmt: skip
     return Build(widened_sm90_kernel, types, constants, num_warps=4)
 
@@ -51,37 +60,39 @@ def build(p, c) -> Build:
 widened_sm90 = Launcher("widened_sm90", build)
 
 
-def _wide(c):
-    """The config with tiles of 256 columns, of which fewer stages fit."""
-    return replace(c, block_n=256, stages=4)
+def _arranged(p) -> Widen:
+    """The problem of bringing the tokens into the order of the kernel."""
+    scale = p.scale if p.a_layout else ""
+    return Widen(p.a, scale, p.width, p.a_layout, whole=False, arranged=True)
 
 
 def kernels(p, c):
     """(launcher, problem, config) of each kernel that may run for a problem, for compiling ahead."""
-    yield widened_sm90, p, c
-    if c.block_m == 128:
-        yield widened_sm90, p, _wide(c)
+    yield portable_widen.launch, _arranged(p), config.widen(p, named("90a"))
+    for of_tokens in config.widened_tiles(p):
+        yield widened_sm90, p, of_tokens
 
 
 def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
     """slices : the number of K slices; 0 for the number that is estimated as fastest."""
     batch, m, n = out.shape
-    k = a.shape[2]
-    # By the bytes of a row of B where it is read as codes, and by those of a row of A where products take longer.
-    k_bytes = b.shape[2] * b.element_size() + k // p.width if c.block_m == 64 else 2 * k
-    columns, chosen = choose_split(batch, m, n, k_bytes, target_of(out.device).sms, 128)
+    k = b.shape[2] * 8 // config.BITS[p.b]
+    tokens = torch.empty(batch, m, k, dtype=torch.bfloat16, device=out.device)
+    target = target_of(out.device)
+    portable_widen.run(_arranged(p), config.widen(p, target), a, a_scale, tokens)
+    c, chosen = config.widened_tile(p, batch, m, n, k, target.sms)
     slices = slices or chosen
-    c = _wide(c) if columns == 256 and slices == 1 else c
-    tiles = batch * -(-m // c.block_m) * -(-n // c.block_n)
+    tiles = batch * -(-m // c.tokens) * -(-n // 128)
     partial = arrived = None
-    if c.block_n < 256:
-        partial, arrived = scratch(out.device, tiles * slices * c.block_m * c.block_n, 2 * tiles)
+    if slices > 1:
+        partial, arrived = scratch(out.device, tiles * slices * 128 * c.tokens, 4 * tiles)
     blocks = layouts.padded(1, k // p.width, p.b_layout)[1]
     widened_sm90(
-        p, c, (min(target_of(out.device).sms, tiles * slices), 1, 1), TensorMap(a, _box(c)), b.view(torch.uint8),
-        *b.stride()[:2], b_scale, b_scale.stride(0), blocks, out, *out.stride()[:2], alpha, partial, arrived, m, n, k,
-        batch, slices,
+        p, c, (min(target.sms, tiles * slices), 1, 1), TensorMap(tokens, _box(c)),
+        TensorMap(_by_box(p, b), _code_box(p)), b_scale, b_scale.stride(0), blocks, out, *out.stride()[:2], alpha,
+        partial, arrived, m, n, k, batch, slices,
     )  # fmt: skip
 
 
-IMPLEMENTATION = Implementation(run, (widened_sm90,), kernels=kernels)
+# 8 to 16 bytes with e5m2 and 256 tokens, on Triton 3.6: values that are set before the loop over K and used after it.
+IMPLEMENTATION = Implementation(run, (widened_sm90, portable_widen.launch), kernels=kernels, stack_budget=16)

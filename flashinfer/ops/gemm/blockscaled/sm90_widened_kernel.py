@@ -1,22 +1,36 @@
-"""out = alpha * A B^T on Hopper for A in bfloat16 and B in codes with factors, which are widened on their way to wgmma.
+"""out = alpha * A B^T on Hopper for A in bfloat16 and B in codes with factors, widened in registers on the way to wgmma.
 
-Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, as of
-dense products; a producer warpgroup for each tile of B in a stage, the first of which issues the copies of A. Producers
-widen B: they load codes and factors into registers LEAD blocks of K ahead, and store codes times factors, bfloat16, in
-the swizzled tile that wgmma reads. Shared memory: the ring of tiles, and a staging buffer for 16-bit output.
+B, the weight, is wgmma's first operand, from registers; A, the tokens, is the second, from shared memory. A thread
+reads 32 successive codes of a row of B and widens them: codes times factors, bfloat16. wgmma wants other columns of
+each thread, so the columns of A were brought into the order of B's registers (`portable_widen.py`): of 128 columns,
+column 32 c + 4 j + 2 h + e is at 16 j + 8 h + 2 c + e.
 
-Inputs: a [batch, m, k], b [batch, n, k] in e2m1, e4m3 or e5m2, b_scale: flat factors of b. K is a multiple of 128.
-Outputs: out [batch, m, n]. Method: OCP Microscaling Formats (MX) Specification 1.0, 2023.
+    column     0  1  2  3  4 ... 32 33     belongs to thread 0 of a row's four, ... thread 1
+    is at      0  1  8  9 16 ...  2  3
+
+Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, with 64
+rows of B each, and one producer warp that copies A, codes and factors. While the tensor cores multiply one operand, a
+warpgroup widens the next. Shared memory: a ring of tiles of A, TOKENS x 64, a ring of codes and factors of 128 x 128
+elements of B, and a buffer that transposes results.
+Inputs: a [batch, m, k] in that order, b [batch, n, k] in e2m1, e4m3 or e5m2, b_scale: flat factors of b. K is a
+multiple of 128. Outputs: out [batch, m, n].
+Method: OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
 
-from flashinfer._core.gluon_compat import block_barrier, gl, gluon, reinterpret, tma_load
-from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, make_ring
-from flashinfer.ops._device.sm90.store import make_staging
-from flashinfer.ops.gemm._device.sm90_slices import Size, consume, size_of
+from flashinfer._core.gluon_compat import (
+    aggregate, block_barrier, cp_async, cp_async_arrive, gl, gluon, tma_load, warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
+from flashinfer.ops._device.sm90.mma import ROWS, halves
+from flashinfer.ops._device.sm90.ring import Channel, make_channel
+from flashinfer.ops.gemm._device.sm90_slices import Size, add_slices
 
 _BITS = {"e2m1": 4, "fp8e4nv": 8, "fp8e5": 8}
+# Rows of B of a tile, and elements of K of a stage of codes.
+TILE = gl.constexpr(128)
+_BLOCK = gl.constexpr(128)
 
-# A word of eight e2m1 codes ($4) times a factor, twice in a word ($5): four words of two bfloat16 each.
+# A word of eight e2m1 codes ($4) times a factor, twice in a word ($5): four words of two bfloat16 each, in order.
 #
 # prmt looks up four codes at a time: a magnitude selects the high byte of its bfloat16 from one table of eight bytes,
 # the low byte from another. Signs go to the highest bits of the high bytes.
@@ -89,36 +103,42 @@ _TEXTS = {
 
 
 @gluon.constexpr_function
-def _words(FORMAT, BLOCK_K):
-    """Words of codes of a row of a tile."""
-    return BLOCK_K * _BITS[FORMAT] // 32
+def _text(NAME):
+    return _TEXTS[NAME]
 
 
 @gluon.constexpr_function
-def _words_of_factor(FORMAT, WIDTH):
-    return WIDTH * _BITS[FORMAT] // 32
+def _bytes(FORMAT):
+    """Bytes of a thread's 32 codes."""
+    return 4 * _BITS[FORMAT]
 
 
 @gluon.constexpr_function
-def _by_words(WORDS):
-    """The layout of a part of B, [rows, words]: a thread has four words of a row, 16 bytes."""
-    return gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _by_factors(WORDS, OF_FACTOR):
-    """The same registers as [rows, factors, words of a factor]."""
-    inside = min(OF_FACTOR, 4)
-    lanes = WORDS // 4
-    sharing = OF_FACTOR // inside
-    return gl.BlockedLayout(
-        [1, 4 // inside, inside], [128 // WORDS, lanes // sharing, sharing], [4, 1, 1], [2, 1, 0]
+def _by_threads(*inside):
+    """The layout [64 rows, ...] of what the four threads of a row have of it, rows r and r + 8 each: `inside` are the
+    bases of registers, and of the two bits of a row's threads, in the other dimensions, whose sizes come first."""
+    sizes, registers, threads = inside
+    rest = [0] * len(sizes)
+    return gl.DistributedLinearLayout(
+        [[0, *base] for base in registers] + [[8, *rest]],
+        [[0, *base] for base in threads] + [[1, *rest], [2, *rest], [4, *rest]],
+        [[16, *rest], [32, *rest]], [], [64, *sizes],
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def _text(NAME):
-    return _TEXTS[NAME]
+def _by_bytes(BYTES):
+    """The layout of bytes of codes [64, 4 * BYTES]."""
+    return _by_threads([4 * BYTES], [[1 << i] for i in range(BYTES.bit_length() - 1)], [[BYTES], [2 * BYTES]])
+
+
+@gluon.constexpr_function
+def _by_factors(WIDTH):
+    """The layout of words of four factors [64, 1 or 2, 4 or 2]: of 32 elements all four threads share a word, of 16
+    elements two."""
+    if WIDTH == 32:
+        return _by_threads([1, 4], [], [[0, 1], [0, 2]])
+    return _by_threads([2, 2], [], [[0, 1], [1, 0]])
 
 
 @gluon.jit
@@ -149,192 +169,299 @@ def _next_word(LAYOUT):
 
 
 @gluon.jit
-def _factor_pairs(words, block, SCALE: gl.constexpr, FACTORS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The factors [rows, FACTORS] of a block of K, from the words [rows] that hold them: bfloat16, twice in a word."""
-    IN_WORD: gl.constexpr = 4 // FACTORS
-    index = gl.arange(0, FACTORS, gl.SliceLayout(0, LAYOUT)) + block % IN_WORD * FACTORS
-    bytes = (words[:, None] >> (8 * index)[None, :]) & 0xFF
+def _pairs(codes, SCALE: gl.constexpr):
+    """Factors as bfloat16, twice in a word, from their codes in the lowest byte."""
     if SCALE == "ue8m0":
         # 2^-127, code 0, is subnormal in bfloat16; code 255 is NaN.
-        pairs = gl.maximum(bytes << 7, 0x40) | (((bytes + 1) >> 2) & 0x40)
+        codes &= 0xFF
+        pairs = gl.maximum(codes << 7, 0x40) | (((codes + 1) >> 2) & 0x40)
         pairs |= pairs << 16
     else:
         pairs = gl.inline_asm_elementwise(
-            _text("ue4m3"), "=r,r", [bytes], dtype=gl.int32, is_pure=True, pack=1
+            _text("ue4m3"), "=r,r", [codes], dtype=gl.int32, is_pure=True, pack=1
         )  # fmt: skip
     return pairs
 
 
 @gluon.jit
-def _store(tile, ROW: gl.constexpr, words, pairs, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Widen codes, words [rows, .], with their factors, pairs [rows, factors], and store them from ROW on in a tile."""
-    R: gl.constexpr = words.shape[0]
-    WORDS: gl.constexpr = words.shape[1]
-    FACTORS: gl.constexpr = pairs.shape[1]
-    spread = pairs[:, :, None] + gl.zeros([R, FACTORS, WORDS // FACTORS], gl.int32, LAYOUT)
-    factors = gl.convert_layout(spread.reshape([R, WORDS]), words.type.layout, assert_trivial=True)
+def _widened(bytes, factor, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Bytes of codes [64, 4, .] times the factors [64, 4] as wgmma's first operand, bfloat16 [64, 64]: each thread's
+    own."""
+    WORDS: gl.constexpr = bytes.shape[2] // 4
+    factor = gl.convert_layout(factor, gl.SliceLayout(2, bytes.type.layout), assert_trivial=True)
+    factors, bytes = gl.broadcast(factor[:, :, None], bytes)
+    # Four bytes at a time, as a word.
     if FORMAT == "e2m1":
-        w0, w1, w2, w3 = gl.inline_asm_elementwise(
-            _text("e2m1"), "=&r,=&r,=&r,=&r,r,r", [words, factors],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        first, second = gl.inline_asm_elementwise(
+            _text("e2m1"), "=&r,=&r,=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16),
+            is_pure=True, pack=4,
         )  # fmt: skip
-        wide = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape([R, 4 * WORDS])
+        # rows, threads, words, h, e, half of a word
+        wide = gl.join(first, second).reshape([64, 4, WORDS, 2, 2, 2]).permute([0, 2, 5, 3, 1, 4])
     else:
-        w0, w1 = gl.inline_asm_elementwise(
-            _text(FORMAT), "=&r,=&r,r,r", [words, factors], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        wide = gl.inline_asm_elementwise(
+            _text(FORMAT), "=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=gl.bfloat16, is_pure=True, pack=4
         )  # fmt: skip
-        wide = gl.join(w0, w1).reshape([R, 2 * WORDS])
-    COLUMNS: gl.constexpr = tile.shape[1] // 2
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile.shape[0], COLUMNS], gl.int32)
-    to = reinterpret(tile, gl.int32, [tile.shape[0], COLUMNS], TILE)
-    to.slice(ROW, R, dim=0).store(wide)
+        wide = wide.reshape([64, 4, WORDS, 2, 2]).permute([0, 2, 3, 1, 4])
+    return gl.convert_layout(wide.reshape([64, 64]), LAYOUT, assert_trivial=True)
+
+
+@aggregate
+class Weights:
+    """The ring of codes, [STAGES, TILE, bytes], and of their factors in words of four, [STAGES, words, TILE]."""
+
+    codes: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    channel: Channel
+    FORMAT: gl.constexpr
+    SCALE: gl.constexpr
+    WIDTH: gl.constexpr
+    FACTOR_LAYOUT: gl.constexpr
+    SHUFFLED: gl.constexpr
+
+    @gluon.jit
+    def read(self, WG: gl.constexpr, step):
+        """A thread's bytes of codes [64, 4, .], and its words of factors [64, 4]."""
+        BYTES: gl.constexpr = _bytes(self.FORMAT)
+        PER: gl.constexpr = 32 // self.WIDTH
+        BY_FACTORS: gl.constexpr = _by_factors(self.WIDTH)
+        stage = self.channel.wait(step)
+        bytes = self.codes.index(stage).slice(WG * 64, 64, dim=0).load(_by_bytes(BYTES)).reshape([64, 4, BYTES])
+        found = self.factors.index(stage).slice(WG * 64, 64, dim=1).permute([1, 0])
+        found = found.load(gl.SliceLayout(2, BY_FACTORS))
+        found = (found[:, :, None] + gl.zeros([64, PER, 4 // PER], gl.int32, BY_FACTORS)).reshape([64, 4])
+        self.channel.release(step)
+        return bytes, found
+
+    @gluon.jit
+    def half(self, bytes, found, HALF: gl.constexpr, OPERAND: gl.constexpr):
+        """The first or the second half of a thread's bytes and factors, widened."""
+        BYTES: gl.constexpr = bytes.shape[2]
+        both = bytes.reshape([64, 4, 2, BYTES // 2]).permute([0, 1, 3, 2]).split()
+        thread = gl.arange(0, 4, gl.SliceLayout(0, found.type.layout))[None, :]
+        if self.WIDTH == 16:
+            found = found >> (thread % 2 * 16 + 8 * HALF)
+        else:
+            found = found >> (thread * 8)
+        return _widened(both[HALF], _pairs(found, self.SCALE), self.FORMAT, OPERAND)
+
+
+@aggregate
+class Tokens:
+    """The ring of tiles of A, [STAGES * BOXES, TOKENS, 64]: BOXES of them, 64 elements of K each, in a stage."""
+
+    tiles: gl.shared_memory_descriptor
+    channel: Channel
+    BOXES: gl.constexpr
 
 
 @gluon.jit
-def _load_words(base, offsets, k, WORDS: gl.constexpr):
-    """A thread's four words of each of its rows; `offsets` of rows and `k` in bytes."""
-    LANES: gl.constexpr = _by_words(WORDS)
-    columns = 4 * gl.arange(0, WORDS, gl.SliceLayout(0, LANES))
-    at = (base + k + (offsets[:, None] + columns[None, :])).to(gl.pointer_type(gl.int32))
-    # The pointer cast drops the alignment information: each thread reads 16 aligned bytes.
-    return gl.load(gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 4]))
+def _copy_weights(b_map, b_scale, of_rows, weights: Weights, step, entry, column, block):
+    """Copy the codes and factors of 128 elements of K of a tile of B. `of_rows` are the first words of the factors of
+    its rows."""
+    PER: gl.constexpr = 32 // weights.WIDTH
+    NEXT: gl.constexpr = _next_word(weights.FACTOR_LAYOUT)
+    BYTES: gl.constexpr = weights.codes.shape[2]
+    channel = weights.channel
+    stage = channel.acquire(step)
+    factors = b_scale.at + entry.to(gl.int64) * b_scale.entry
+    factors = factors.to(gl.pointer_type(gl.int32)) + block * (PER * NEXT)
+    word = gl.arange(0, PER, gl.SliceLayout(1, of_rows.type.layout))[:, None]
+    cp_async(weights.factors.index(stage), factors + (of_rows + word * NEXT))
+    # cp_async_arrive keeps the phase incomplete until each thread's copies have arrived. It leaves the number of
+    # expected arrivals as it is: the stage expects one, that of `expect` below.
+    cp_async_arrive(channel.full.index(stage))
+    block_barrier()
+    _, full = channel.expect(step, TILE * BYTES)
+    if weights.SHUFFLED:
+        tma_load(b_map, [entry, column // 32, 0, 0, block * BYTES], full, weights.codes.index(stage))
+    else:
+        tma_load(b_map, [entry, column, block * BYTES], full, weights.codes.index(stage))
 
 
 @gluon.jit
-def _produce(
-    PRODUCER: gl.constexpr, a_map, b, b_scale, sizes, ring: Ring, size: Size, FORMAT: gl.constexpr,
-    SCALE: gl.constexpr, WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, LEAD: gl.constexpr,
-):  # fmt: skip
-    """Producer warpgroup: widens its part of B of each work item, one block of K after another; the first copies A."""
-    M, N, K, out_entry, out_row = sizes
-    settings = ring.settings
-    WORDS: gl.constexpr = _words(FORMAT, settings.BLOCK_K)
-    FACTORS: gl.constexpr = WORDS // _words_of_factor(FORMAT, WIDTH)
-    IN_WORD: gl.constexpr = 4 // FACTORS
-    BY_FACTORS: gl.constexpr = _by_factors(WORDS, WORDS // FACTORS)
-    OF_FACTORS: gl.constexpr = gl.SliceLayout(2, BY_FACTORS)
-    # Rows of B that the warpgroup widens at once: four words of a thread.
-    AT_ONCE: gl.constexpr = 512 // WORDS
-    PART_N: gl.constexpr = settings.BLOCK_N // settings.B_PARTS
-    PARTS: gl.constexpr = PART_N // AT_ONCE
-    SIZE: gl.constexpr = settings.A_PARTS * settings.BOX * settings.BLOCK_K * 2
-    NEXT: gl.constexpr = _next_word(FACTOR_LAYOUT)
-    rows = gl.arange(0, AT_ONCE, gl.SliceLayout(1, _by_words(WORDS)))
-    factor_rows = gl.arange(0, AT_ONCE, gl.SliceLayout(1, OF_FACTORS))
+def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, size: Size, GROUP: gl.constexpr):
+    """Producer warp: copies A, codes and factors of each work item."""
+    BOXES: gl.constexpr = tokens.BOXES
+    ROWS_OF_A: gl.constexpr = tokens.tiles.shape[1]
+    PER: gl.constexpr = 32 // weights.WIDTH
+    LAYOUT: gl.constexpr = gl.BlockedLayout([PER, 1], [1, 32], [1, 1], [1, 0])
     step = 0
+    copied = 0
     for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
-        entry, tile_m, tile_n, index, tile, begin, end = size.place(work, settings.GROUP)
-        row = tile_m * (settings.A_PARTS * ROWS)
-        column = tile_n * settings.BLOCK_N
-        codes = b.at + entry.to(gl.int64) * b.entry + column.to(gl.int64) * b.row
-        factors = b_scale.at + entry.to(gl.int64) * b_scale.entry
-        factors = factors.to(gl.pointer_type(gl.int32))
-        offsets = ()
-        first_words = ()
-        words = ()
-        found = ()
-        for i in gl.static_range(PARTS):
-            # Rows past the last one are read as the last one; their results are not written.
-            first = column + PRODUCER * PART_N + i * AT_ONCE
-            of_part = _stored(gl.minimum(first + rows, N - 1), SHUFFLED)
-            offsets += ((of_part - column) * b.row.to(gl.int32),)
-            of_part = _stored(gl.minimum(first + factor_rows, N - 1), SHUFFLED)
-            first_words += (_first_word(of_part, b_scale.blocks, FACTOR_LAYOUT),)
-        for ahead in gl.static_range(LEAD):
-            block = gl.minimum(begin + ahead, end - 1)
-            for i in gl.static_range(PARTS):
-                words += (_load_words(codes, offsets[i], block * (4 * WORDS), WORDS),)
-                found += (gl.load(factors + first_words[i] + block // IN_WORD * NEXT),)
-        for first in range(begin, end, LEAD):
-            for ahead in gl.static_range(LEAD):
-                block = first + ahead
-                if block < end:
-                    if PRODUCER == 0:
-                        stage, full = ring.channel.expect(step, SIZE)
-                        for part in gl.static_range(settings.A_PARTS):
-                            to = ring.a.index(stage * settings.A_PARTS + part)
-                            if settings.BOX < ROWS:
-                                to = to.slice(0, settings.BOX, dim=0)
-                            tma_load(a_map, [entry, row + part * ROWS, block * settings.BLOCK_K], full, to)
-                    else:
-                        stage = ring.channel.acquire(step)
-                    after = gl.minimum(block + LEAD, end - 1)
-                    for i in gl.static_range(PARTS):
-                        pairs = _factor_pairs(found[ahead * PARTS + i], block, SCALE, FACTORS, OF_FACTORS)
-                        tile_of_b = ring.b.index(stage * settings.B_PARTS + PRODUCER)
-                        _store(tile_of_b, i * AT_ONCE, words[ahead * PARTS + i], pairs, FORMAT, BY_FACTORS)
-                        # Into the same registers: moving what is in flight would wait for it.
-                        next_words = _load_words(codes, offsets[i], after * (4 * WORDS), WORDS)
-                        next_found = gl.load(factors + first_words[i] + after // IN_WORD * NEXT)
-                        words = words[: ahead * PARTS + i] + (next_words,) + words[ahead * PARTS + i + 1 :]
-                        found = found[: ahead * PARTS + i] + (next_found,) + found[ahead * PARTS + i + 1 :]
-                    # Consumers execute the fence that orders these stores before wgmma's reads.
-                    block_barrier()
-                    ring.channel.commit(step)
-                    step += 1
+        entry, tile_m, tile_n, index, tile, begin, end = size.place(work, GROUP)
+        # Factors past the last row are those of the last; the results are not written.
+        row = tile_n * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
+        row = _stored(gl.minimum(row, N - 1), weights.SHUFFLED)
+        of_rows = _first_word(row, b_scale.blocks, weights.FACTOR_LAYOUT)[None, :]
+        for block in range(begin, end):
+            _copy_weights(b_map, b_scale, of_rows, weights, copied, entry, tile_n * TILE, block)
+            copied += 1
+            for part in gl.static_range(2 // BOXES):
+                stage, full = tokens.channel.expect(step, BOXES * ROWS_OF_A * 64 * 2)
+                for box in gl.static_range(BOXES):
+                    at = [entry, tile_m * ROWS_OF_A, block * _BLOCK + (part * BOXES + box) * 64]
+                    tma_load(a_map, at, full, tokens.tiles.index(stage * BOXES + box))
+                step += 1
+
+
+@gluon.jit
+def _write(acc, factor, staging, out, row, column, M, N, out_row):
+    """Write a tile [64 columns of the result, tokens], as many tokens at a time as `staging` holds, transposed through
+    it so that whole rows are written."""
+    if acc.shape[1] > staging.shape[0]:
+        left, right = halves(acc)
+        _write(left, factor, staging, out, row, column, M, N, out_row)
+        _write(right, factor, staging, out, row + left.shape[1], column, M, N, out_row)
+    else:
+        OUT: gl.constexpr = out.dtype.element_ty
+        WIDE: gl.constexpr = 128 // OUT.primitive_bitwidth
+        staging.store((acc * factor).to(OUT).permute([1, 0]))
+        result = staging.load(gl.BlockedLayout([1, WIDE], [WIDE // 2, 64 // WIDE], [4, 1], [1, 0]))
+        rows = row + gl.arange(0, result.shape[0], gl.SliceLayout(1, result.type.layout))
+        columns = column + gl.arange(0, ROWS, gl.SliceLayout(0, result.type.layout))
+        at = out + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
+        gl.store(at, result, mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+@gluon.jit
+def _finish(acc, factor, staging, tensors, slot, index, slices, row, column, sizes):
+    """Write the sums of a warpgroup, or those of all K slices once the last is there; 128 tokens at a time."""
+    out, partial, arrived = tensors
+    M, N, out_row = sizes
+    if acc.shape[1] > 128:
+        left, right = halves(acc)
+        _finish(left, factor, staging, tensors, 2 * slot, index, slices, row, column, sizes)
+        _finish(right, factor, staging, tensors, 2 * slot + 1, index, slices, row + 128, column, sizes)
+    else:
+        whole = slices == 1
+        if not whole:
+            whole, acc = add_slices(acc, partial, arrived, slot, index, slices, N - column, 8192)
+        if whole:
+            _write(acc, factor, staging, out, row, column, M, N, out_row)
+
+
+@gluon.jit
+def _multiply(operands, acc, tokens: Tokens, step):
+    """Start the product of operands, 64 elements of K each, with a stage of tokens."""
+    stage = tokens.channel.wait(step)
+    for box in gl.static_range(tokens.BOXES):
+        tile = tokens.tiles.index(stage * tokens.BOXES + box).permute([1, 0])
+        acc = warpgroup_mma(operands[box], tile, acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _first_operands(codes, found, tokens: Tokens, weights: Weights, OPERAND: gl.constexpr):
+    """The operands of a block's first stage."""
+    operands = ()
+    for box in gl.static_range(tokens.BOXES):
+        operands += (weights.half(codes, found, box, OPERAND),)
+    return operands
+
+
+@gluon.jit
+def _up_to_last(operands, codes, found, acc, tokens: Tokens, weights: Weights, step, OPERAND: gl.constexpr):
+    """Multiply a block but for its last stage, whose operands are widened meanwhile."""
+    if tokens.BOXES == 1:
+        acc = _multiply(operands, acc, tokens, step)
+        operands = (weights.half(codes, found, 1, OPERAND),)
+        acc = warpgroup_mma_wait(0, [acc])
+        tokens.channel.release(step)
+        step += 1
+    return operands, acc, step
+
+
+@gluon.jit
+def _consume(
+    WG: gl.constexpr, tensors, alpha, sizes, tokens: Tokens, weights: Weights, staging, size: Size,
+    GROUP: gl.constexpr, ALPHA: gl.constexpr,
+):  # fmt: skip
+    """Consumer warpgroup WG: widens and multiplies 64 rows of each tile of B, and writes them."""
+    out, partial, arrived = tensors
+    M, N, out_entry, out_row = sizes
+    COLUMNS: gl.constexpr = tokens.tiles.shape[1]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    step = 0
+    read = 0
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
+        entry, tile_m, tile_n, index, tile, begin, end = size.place(work, GROUP)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
+        codes, found = weights.read(WG, read)
+        operands = _first_operands(codes, found, tokens, weights, OPERAND)
+        for block in range(begin + 1, end):
+            operands, acc, step = _up_to_last(operands, codes, found, acc, tokens, weights, step, OPERAND)
+            acc = _multiply(operands, acc, tokens, step)
+            # The next block is widened while the tensor cores multiply this one.
+            read += 1
+            codes, found = weights.read(WG, read)
+            operands = _first_operands(codes, found, tokens, weights, OPERAND)
+            acc = warpgroup_mma_wait(0, [acc])
+            tokens.channel.release(step)
+            step += 1
+        operands, acc, step = _up_to_last(operands, codes, found, acc, tokens, weights, step, OPERAND)
+        acc = _multiply(operands, acc, tokens, step)
+        acc = warpgroup_mma_wait(0, [acc])
+        tokens.channel.release(step)
+        step += 1
+        read += 1
+        # Loaded here and not before the loop over K, through which it would take a register.
+        factor = 1.0
+        if ALPHA:
+            factor = gl.load(alpha)
+        to = (out + entry.to(gl.int64) * out_entry, partial, arrived)
+        _finish(
+            acc, factor, staging.index(WG), to, 2 * tile + WG, index, size.slices, tile_m * COLUMNS,
+            tile_n * TILE + WG * ROWS, (M, N, out_row),
+        )  # fmt: skip
 
 
 @gluon.jit
 def widened_sm90_kernel(
-    a_map, b, b_scale, out, alpha, partial, arrived, M, N, K, batch, slices,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, GROUP: gl.constexpr,
-    LEAD: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr,
-    SCALE: gl.constexpr, WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr,
-    ALPHA: gl.constexpr,
+    a_map, b_map, b_scale, out, alpha, partial, arrived, M, N, K, batch, slices,
+    TOKENS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
+    WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
-    """a_map is of [batch, m, k]. `partial` has room for 2 * tiles * slices warpgroup tiles, and `arrived` 2 * tiles
-    counters, all 0."""
+    """a_map is of [batch, m, k], b_map of the bytes of codes; of shuffled ones [batch, n / 32, 8, 4, bytes]. With
+    slices, `partial` has room for 2 * tiles * slices warpgroup tiles, and `arrived` 4 * tiles counters, all 0."""
     OUT: gl.constexpr = out.rows.dtype.element_ty
-    A_PARTS: gl.constexpr = BLOCK_M // ROWS
-    # For few rows the consumers have half of the columns each, and a producer for each half.
-    B_PARTS: gl.constexpr = 3 - A_PARTS
-    settings = Settings(
-        BLOCK_N=BLOCK_N, BLOCK_K=64, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=BOX, GROUP=GROUP,
-        B_MAJOR="k", SPLIT=BLOCK_N < 256, SCALES=1 if ALPHA else 0, BIAS=False, UNROLL=1,
+    PART: gl.constexpr = min(TOKENS, 2048 // OUT.primitive_bitwidth)
+    BYTES: gl.constexpr = 4 * _bytes(FORMAT)
+    tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES * BOXES, TOKENS, 64], gl.NVMMASharedLayout.get_default_for([TOKENS, 64], gl.bfloat16)
     )  # fmt: skip
-    ring = make_ring(gl.bfloat16, settings, 1 + B_PARTS)
-    staging = make_staging(OUT, min(BLOCK_N // B_PARTS, 128))
-    size = size_of(M, N, K, batch, slices, settings)
-    tensors = (out.rows, alpha, alpha, alpha, partial, arrived)
-    sizes = (M, N, K, out.entry, out.row)
-    consumed = (M, N, out.entry, out.row)
-    FORMAT_ARG: gl.constexpr = gl.constexpr(FORMAT)
-    SCALE_ARG: gl.constexpr = gl.constexpr(SCALE)
-    WIDTH_ARG: gl.constexpr = gl.constexpr(WIDTH)
-    LAYOUT_ARG: gl.constexpr = gl.constexpr(FACTOR_LAYOUT)
-    SHUFFLED_ARG: gl.constexpr = gl.constexpr(SHUFFLED)
-    LEAD_ARG: gl.constexpr = gl.constexpr(LEAD)
-    WRITTEN: gl.constexpr = gl.constexpr(True)
-    if B_PARTS == 1:
-        gl.warp_specialize(
-            [
-                (consume, (gl.constexpr(0), tensors, consumed, ring, size, staging, WRITTEN)),
-                (consume, (gl.constexpr(1), tensors, consumed, ring, size, staging, WRITTEN)),
-                (
-                    _produce,
-                    (gl.constexpr(0), a_map, b, b_scale, sizes, ring, size, FORMAT_ARG, SCALE_ARG, WIDTH_ARG,
-                     LAYOUT_ARG, SHUFFLED_ARG, LEAD_ARG),
-                ),
-            ],
-            [4, 4],
-            [REGISTERS, COPY_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (gl.constexpr(0), tensors, consumed, ring, size, staging, WRITTEN)),
-                (consume, (gl.constexpr(1), tensors, consumed, ring, size, staging, WRITTEN)),
-                (
-                    _produce,
-                    (gl.constexpr(0), a_map, b, b_scale, sizes, ring, size, FORMAT_ARG, SCALE_ARG, WIDTH_ARG,
-                     LAYOUT_ARG, SHUFFLED_ARG, LEAD_ARG),
-                ),
-                (
-                    _produce,
-                    (gl.constexpr(1), a_map, b, b_scale, sizes, ring, size, FORMAT_ARG, SCALE_ARG, WIDTH_ARG,
-                     LAYOUT_ARG, SHUFFLED_ARG, LEAD_ARG),
-                ),
-            ],
-            [4, 4, 4],
-            [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
-        )  # fmt: skip
+    codes = gl.allocate_shared_memory(
+        gl.uint8, [CODE_STAGES, TILE, BYTES], gl.NVMMASharedLayout.get_default_for([TILE, BYTES], gl.uint8)
+    )  # fmt: skip
+    factors = gl.allocate_shared_memory(
+        gl.int32, [CODE_STAGES, 32 // WIDTH, TILE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )  # fmt: skip
+    staging = gl.allocate_shared_memory(
+        OUT, [2, PART, ROWS], gl.NVMMASharedLayout.get_default_for([PART, ROWS], OUT)
+    )  # fmt: skip
+    tokens = Tokens(tiles, make_channel(STAGES, 1, 2), BOXES)
+    weights = Weights(codes, factors, make_channel(CODE_STAGES, 1, 2), FORMAT, SCALE, WIDTH, FACTOR_LAYOUT, SHUFFLED)
+    tiles_m = gl.cdiv(M, TOKENS)
+    tiles_n = gl.cdiv(N, TILE)
+    size = Size(K // _BLOCK, tiles_m, tiles_n, slices, tiles_m * tiles_n * slices * batch)
+    tensors = (out.rows, partial, arrived)
+    sizes = (M, N, out.entry, out.row)
+    GROUP_ARG: gl.constexpr = gl.constexpr(GROUP)
+    ALPHA_ARG: gl.constexpr = gl.constexpr(ALPHA)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (gl.constexpr(0), tensors, alpha, sizes, tokens, weights, staging, size, GROUP_ARG, ALPHA_ARG),
+            ),
+            (
+                _consume,
+                (gl.constexpr(1), tensors, alpha, sizes, tokens, weights, staging, size, GROUP_ARG, ALPHA_ARG),
+            ),
+            (_produce, (a_map, b_map, b_scale, N, tokens, weights, size, GROUP_ARG)),
+        ],
+        [4, 1],
+        [REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip

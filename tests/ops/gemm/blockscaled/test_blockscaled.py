@@ -1,5 +1,6 @@
 """Products with block-scaled operands against float64 products of exactly what the codes and factors stand for."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -275,19 +276,48 @@ def test_widen(variant, device, element, factor, width, k, layout, shuffled):
     assert_bitwise(guard.out, x.values.to(BF16))
 
 
+@pytest.mark.parametrize("element", ["bf16", "e2m1"])
+def test_columns_in_the_order_of_fragments(device, variant, element):
+    """Of 128 columns, a row's thread c has 32 c to 32 c + 31; wgmma reads pairs 2 c and 2 c + 8 of each 16 from it."""
+    k = 384
+    x = scaled.operand((2, 5, k), "e2m1", "ue4m3", 16, device)
+    values = x.values.to(BF16)
+    given = (x.codes, x.arranged("128x4")) if element == "e2m1" else (values, None)
+    scale = ("ue4m3", 16, "128x4") if element == "e2m1" else ("", 16, "")
+    guard = generate.Guarded((2, 5, k), BF16, device)
+    room.widen(room.Widen(element, *scale, whole=False, arranged=True), device).run(*given, guard.out)
+    guard.check()
+    for block in range(0, k, 128):
+        for c, j, h, e in itertools.product(range(4), range(8), range(2), range(2)):
+            found = guard.out[:, :, block + 16 * j + 8 * h + 2 * c + e]
+            assert_bitwise(found, values[:, :, block + 32 * c + 4 * j + 2 * h + e])
+
+
 @pytest.mark.parametrize("arch, least", [("90a", 129), ("80", 512), ("89", 512), ("100a", None), ("120a", None)])
 def test_where_operands_are_widened_first(arch, least):
     """From some number of tokens on, where tensor cores do not take the codes."""
     problem = room.Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 256, a_layout="128x4", b_layout="128x4")
-    found = [config.widens_first(problem, tokens, named(arch)) for tokens in (1, 128, 129, 511, 512, 4096)]
+    found = [config.widens_first(problem, tokens, named(arch), False) for tokens in (1, 128, 129, 511, 512, 4096)]
     assert found == [least is not None and tokens >= least for tokens in (1, 128, 129, 511, 512, 4096)]
     fp8 = replace(problem, a="fp8e4nv", b="fp8e4nv", scale="fp32", width=128)
-    assert not config.widens_first(fp8, 4096, named(arch))
+    assert not config.widens_first(fp8, 4096, named(arch), False)
+
+
+def test_hopper_widens_weights_by_itself():
+    """The kernel that widens in registers takes all but few tokens of a small weight, and many in bfloat16."""
+    problem = room.Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 256, a_layout="128x4", b_layout="128x4")
+    plain = replace(problem, a="bf16", a_layout="")
+    tokens = (129, 512, 4096)
+    assert not any(config.widens_first(problem, m, named("90a"), True) for m in tokens)
+    assert [config.widens_first(plain, m, named("90a"), True) for m in tokens] == [False, False, True]
+    assert [config.is_small(m, 4096 * 4096) for m in (1, 16, 17, 64)] == [True, True, False, False]
+    assert [config.is_small(m, 2048 * 2048) for m in (1, 64, 65)] == [True, True, False]
+    assert not config.is_small(1, 7168 * 16384)
 
 
 @pytest.fixture
 def widened_first(monkeypatch):
-    monkeypatch.setattr("flashinfer.gemm._launch.widens_first", lambda problem, tokens, target: True)
+    monkeypatch.setattr("flashinfer.gemm._launch.widens_first", lambda problem, tokens, target, alone: True)
 
 
 @pytest.mark.parametrize("m, n, k", [(5, 40, 320), (17, 24, 96)])
