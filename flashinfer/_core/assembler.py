@@ -1,9 +1,12 @@
-"""Works around a bug of ptxas 12.8: affected PTX is assembled by ptxas 12.9. Triton 3.6 ships 12.8 for Hopper, and 12.9
-for Blackwell.
+"""Which PTX is assembled by ptxas 12.9 instead of 12.8. Triton 3.6 ships 12.8 for Hopper, and 12.9 for Blackwell.
 
-wgmma reads shared memory by descriptors: an address in the low bits, and a layout, which is a constant (PTX ISA,
-"Matrix Descriptor Format"). If descriptors of several layouts are computed from one register, ptxas 12.8.93 adds the
-offsets within a tile to an uninitialized register; 12.9.86 does not.
+The first reason is a bug of 12.8. wgmma reads shared memory by descriptors: an address in the low bits, and a layout,
+which is a constant (PTX ISA, "Matrix Descriptor Format"). If descriptors of several layouts are computed from one
+register, ptxas 12.8.93 adds the offsets within a tile to an uninitialized register; 12.9.86 does not.
+
+The second is speed, where a kernel asks for it. In a run of float32 multiply-adds every second one of 12.9's yields the
+issue slot to another warp, if that has an instruction ready; none of 12.8's does. A warp that scales and adds sums
+would otherwise hold up the warp of the other warpgroup that has wgmma to issue.
 """
 
 from __future__ import annotations
@@ -44,11 +47,14 @@ def tools_of(capability: int) -> list[knobs.NvidiaTool]:
     return list({tool.path: tool for tool in (get_ptxas(capability), *others) if tool is not None}.values())
 
 
-def needs_newer(ptx: str, capability: int) -> bool:
-    """Whether the assembler that Triton uses for a chip would generate wrong code from this PTX."""
-    if capability != 90 or "wgmma" not in ptx or not registers_of_two_layouts(ptx):
+def takes_newer(ptx: str, capability: int, yields: bool) -> bool:
+    """Whether PTX is not for the assembler that Triton uses for a chip: its code would be wrong; or slower, as the
+    kernel's `yields` says, and a newer assembler is there."""
+    if capability != 90 or _version(get_ptxas(capability)) >= _FIRST_RIGHT:
         return False
-    return _version(get_ptxas(capability)) < _FIRST_RIGHT
+    if "wgmma" in ptx and registers_of_two_layouts(ptx):
+        return True
+    return yields and any(_version(tool) >= _FIRST_RIGHT for tool in tools_of(capability))
 
 
 def assemble(ptx: str, options, arch: str) -> bytes:

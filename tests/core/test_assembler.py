@@ -1,4 +1,5 @@
-"""PTX that Triton's assembler for Hopper assembles wrongly goes to the newer one beside it, and nothing else does."""
+"""PTX that Triton's assembler for Hopper assembles wrongly goes to the newer one beside it, and so does a kernel whose
+warps are to yield; nothing else does."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ def kernel_of(rows):
     return chunks.launch_scan.build(problem, replace(config.chunks(problem, named("90a")), rows=rows))
 
 
-def assembled(rows, **tools):
+def assembled(rows, yields=False, **tools):
     """(assemblers that ran and their options, whether there is a cubin or its error), with others in place of
     Triton's."""
     from triton import knobs
@@ -41,7 +42,7 @@ def assembled(rows, **tools):
         for name, other in tools.items():
             setattr(knobs.nvidia, name, getattr(knobs.nvidia, other).path)
         try:
-            result = isinstance(compile_kernel(kernel_of(rows), "90a")[0], bytes)
+            result = isinstance(compile_kernel(replace(kernel_of(rows), yields=yields), "90a")[0], bytes)
         except CompileError as error:
             result = str(error)
     commands = [call.args[0] for call in run.call_args_list]
@@ -60,6 +61,8 @@ def outcomes():
         "one layout": assembled(64),
         "by Triton": assembled(32, ptxas="ptxas_blackwell"),
         "without a newer": assembled(32, ptxas_blackwell="ptxas"),
+        "yields": assembled(64, yields=True),
+        "yields, without a newer": assembled(64, yields=True, ptxas_blackwell="ptxas"),
     }
 
 
@@ -70,7 +73,7 @@ def test_two_layouts_go_to_the_newer_assembler(in_triton):
     ran, results = ({name: each[i] for name, each in found.items()} for i in (0, 1))
     assert {name: [tool for tool, _ in each] for name, each in ran.items()} == {
         "two layouts": ["ptxas-blackwell"], "one layout": ["ptxas"], "by Triton": ["ptxas-blackwell"],
-        "without a newer": [],
+        "without a newer": [], "yields": ["ptxas-blackwell"], "yields, without a newer": ["ptxas"],
     }  # fmt: skip
     # The newer assembler gets the options that Triton gives it.
     assert ran["two layouts"] == ran["by Triton"] and any("sm_90a" in option for option in ran["by Triton"][0][1])

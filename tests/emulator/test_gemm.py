@@ -73,8 +73,8 @@ def test_scaled_quickly():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 128])
-@pytest.mark.parametrize("m, n, k", [(300, 648, 1168), (64, 264, 640), (1, 264, 2048), (17, 520, 1040),
-                                     (520, 520, 512)])  # fmt: skip
+@pytest.mark.parametrize("m, n, k", [(300, 648, 1168), (300, 648, 112), (64, 264, 640), (1, 264, 2048),
+                                     (17, 520, 1040), (520, 520, 512)])  # fmt: skip
 def test_blockscaled(m, n, k, rows):
     with emulate("90a", seed=m + rows) as launched:
         blockscaled.test_shapes(CPU, m, n, k, rows)

@@ -54,10 +54,10 @@ class Channel:
         mbarrier.arrive(self.full.index(self.stage(step)), count=1, pred=pred)
 
     @gluon.jit
-    def wait(self, step):
+    def wait(self, step, pred=True):
         """Reader: the step's stage, once it is full."""
         stage = self.stage(step)
-        mbarrier.wait(self.full.index(stage), self.phase(step))
+        mbarrier.wait(self.full.index(stage), self.phase(step), pred=pred)
         return stage
 
     @gluon.jit

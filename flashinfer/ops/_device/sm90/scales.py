@@ -134,11 +134,17 @@ def _load_products(ring: Ring, factors, scales: Scales, step, begin, end, blocks
 @gluon.jit
 def _issue_product(A_PART: gl.constexpr, B_PART: gl.constexpr, ring: Ring, zeros, step):
     """Wait for the operands of one block of K, and issue its wgmma."""
+    ring.channel.wait(step)
+    return _issue(A_PART, B_PART, ring, zeros, step)
+
+
+@gluon.jit
+def _issue(A_PART: gl.constexpr, B_PART: gl.constexpr, ring: Ring, before, step):
+    """Issue the wgmma of one block of K, whose stage is full. Its result replaces `before`, which it does not read."""
     stage = ring.channel.stage(step)
     a = ring.of_a(A_PART, stage)
     b = ring.of_b(B_PART, stage)
-    ring.channel.wait(step)
-    return warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(a, b.permute([1, 0]), before, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -182,20 +188,31 @@ def sum_blocks(WG: gl.constexpr, ring: Ring, factors, acc, zeros, step, begin, e
 @gluon.jit
 def sum_wide_blocks(WG: gl.constexpr, ring: Ring, factors, left, right, zeros, step, begin, end):
     """sum_blocks for 256 columns. Registers suffice for one tensor core accumulator; the tensor cores work for the
-    other warpgroup while this one scales and adds."""
+    other warpgroup while this one scales and adds.
+
+    Between a product and the issue of the next one are only the additions: the waits for the next stage, and the
+    barrier of all warps that comes before a release, stand where the tensor cores work for this warpgroup."""
     LAYOUT: gl.constexpr = left.type.layout
-    for group in range(begin, end):
-        for i in gl.static_range(ring.settings.UNROLL):
-            part = _issue_product(WG, 0, ring, zeros, step + i)
-            left_factor = _factors_of(WG, 0, ring, factors, step + i, LAYOUT)
-            right_factor = _factors_of(WG, 1, ring, factors, step + i, LAYOUT)
-            done, left, right = warpgroup_mma_wait(0, [part, left, right])
-            left += done * left_factor
-            left = warpgroup_mma_wait(0, [left])
-            part = _issue_product(WG, 1, ring, zeros, step + i)
-            done, left, right = warpgroup_mma_wait(0, [part, left, right])
-            ring.channel.release(step + i)
-            right += done * right_factor
-            right = warpgroup_mma_wait(0, [right])
-        step += ring.settings.UNROLL
+    # Steps that differ by a multiple of 2 * STAGES, a power of two, have the same stage and phase. The compiler sees
+    # that a masked step is not negative.
+    MASK: gl.constexpr = 2 * ring.settings.STAGES - 1
+    ring.channel.wait(step & MASK, pred=begin < end)
+    done = zeros
+    for block in range(begin, end):
+        place = step & MASK
+        part = _issue(WG, 0, ring, done, place)
+        ring.channel.release((step - 1) & MASK, pred=block > begin)
+        left_factor = _factors_of(WG, 0, ring, factors, place, LAYOUT)
+        right_factor = _factors_of(WG, 1, ring, factors, place, LAYOUT)
+        done, left, right = warpgroup_mma_wait(0, [part, left, right])
+        left += done * left_factor
+        left = warpgroup_mma_wait(0, [left])
+        # The product replaces the sums that were added: it gets their registers, and no others.
+        part = _issue(WG, 1, ring, done, place)
+        step += 1
+        ring.channel.wait(step & MASK, pred=block + 1 < end)
+        done, left, right = warpgroup_mma_wait(0, [part, left, right])
+        right += done * right_factor
+        right = warpgroup_mma_wait(0, [right])
+    ring.channel.release((step - 1) & MASK, pred=begin < end)
     return left, right, step
