@@ -43,6 +43,9 @@ class Sm90Config(SplitKnobs):
         block can have.
     turns : bool
         Whether the consumer warpgroups take turns in issuing products.
+    late : bool
+        Whether weights are rounded to 16 bits behind the next block's scores, which hide it, instead of in front of
+        them: float32 weights beside two blocks of scores take 64 registers more.
     transform : bool
         For an sm_scale that cannot be folded into the exponent (`problem.folds`); compiled at its first use.
     wide : bool
@@ -62,6 +65,7 @@ class Sm90Config(SplitKnobs):
     lead: int = 0
     maxnreg: int = 0
     turns: bool = True
+    late: bool = False
     transform: bool = False
     wide: bool = False
 
@@ -190,6 +194,7 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         lead=lead,
         maxnreg=maxnreg,
         turns=not fp8 and not maxnreg,
+        late=p.head_dim_qk == 64 and registers == 240,
     )
 
 

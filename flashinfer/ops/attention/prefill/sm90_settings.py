@@ -58,6 +58,8 @@ class Settings:
     FIXED: gl.constexpr
     # Whether the consumer warpgroups take turns in issuing products.
     TURNS: gl.constexpr
+    # Whether weights stay float32 until the next block's scores are issued.
+    LATE: gl.constexpr
 
 
 @aggregate
