@@ -300,8 +300,8 @@ class Plan:
             Further fields of Replay.
         """
         if not self.limits.known:
-            batch, _, keys, longest = self.limits
-            self.limits = Limits(batch, x.out.shape[0], x.k.shape[0] if keys < 0 else keys, longest)
+            keys = self.limits.kv_tokens
+            self.limits = self.limits._replace(q_rows=x.out.shape[0], kv_tokens=x.k.shape[0] if keys < 0 else keys)
         x.schedule = self._list_of(self.kernels.chosen(**facts)) if self._direct else None
         reads_lengths = x.schedule is not None and x.schedule.requests > 0
         if reads_lengths:

@@ -13,7 +13,7 @@ from flashinfer._core.replay import recording
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kernel
 from flashinfer.ops.attention.counters import zeros
 from flashinfer.ops.attention.problem import REQUESTS, Problem
-from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity
+from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity, divides
 from flashinfer.ops.attention.tables import Table
 
 # The tensors that hold the lengths of a batch, in the order of Table.lengths().
@@ -106,7 +106,7 @@ class WorkList:
     partial_out : float32 Tensor [max_slots * kv_heads * block_m * head_dim_vo], optional
     partial_lse : float32 Tensor [max_slots * kv_heads * block_m], optional
     max_items, max_slots : int
-        What launches go over.
+        What launches go over; no slots where no request of the batch is divided.
     requests : int
         Problem.requests of the kernel that takes the batch of the last `fill`: 0 for one that reads the list.
     """
@@ -118,9 +118,10 @@ class WorkList:
         self._problem, self._config, self._policy, self._limits = problem, config, policy, limits
         self._window_left, self._mixed = window_left, mixed
         self.num_kv_heads = num_kv_heads
-        self.max_items, self.max_slots = self._needed(limits)
-        room = max(_FEWEST_ITEMS, 1 << (self.max_items - 1).bit_length())
-        sizes = (room * ITEM_WIDTH.value, 1, self.max_slots * num_kv_heads)
+        items, slots = self._needed(limits)
+        self._cut_to(limits, items, slots)
+        room = max(_FEWEST_ITEMS, 1 << (items - 1).bit_length())
+        sizes = (room * ITEM_WIDTH.value, 1, slots * num_kv_heads)
         integers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         self.items, self.counts, self.arrivals = integers.split(sizes)
         self.requests, self._reads_lengths = 0, reads_lengths and not policy.fixed
@@ -128,13 +129,13 @@ class WorkList:
             # No launch writes the zeros that the kernel leaves behind.
             self.arrivals = zeros(sizes[2], device)
         self.partial_out = self.partial_lse = None
-        if self.max_slots:
-            rows = self.max_slots * num_kv_heads * config.block_m
+        if slots:
+            rows = slots * num_kv_heads * config.block_m
             buffer = scratch(rows * (problem.head_dim_vo + 4) * 4).view(torch.float32)
             self.partial_out = buffer[: rows * problem.head_dim_vo]
             # Rounded up to 16 bytes, as the kernel is promised.
             self.partial_lse = buffer[-(-rows * problem.head_dim_vo // 4) * 4 :][:rows]
-        self._capacity = room, self.max_slots
+        self._capacity = room, slots
         # What fills it, by what the launch depends on in a table.
         self._fills: dict[tuple, Callable] = {}
         # Launches the kernel for lengths at other addresses (`Table.addresses`), as many as at the last `fill`.
@@ -142,6 +143,10 @@ class WorkList:
 
     def _needed(self, limits: Limits) -> tuple[int, int]:
         return capacity(self._policy, self._problem.group, self._config.block_m, limits)
+
+    def _cut_to(self, limits: Limits, items: int, slots: int) -> None:
+        self._limits, self.max_items = limits, items
+        self.max_slots = slots if divides(self._policy, self._problem.group, self._config.block_m, limits) else 0
 
     @property
     def size(self) -> tuple[int, int]:
@@ -155,8 +160,7 @@ class WorkList:
         needed = self._needed(limits)
         if any(need > has for need, has in zip(needed, self._capacity, strict=True)):
             return False
-        self._limits = limits
-        self.max_items, self.max_slots = needed
+        self._cut_to(limits, *needed)
         return True
 
     def fill(self, table: Table) -> None:

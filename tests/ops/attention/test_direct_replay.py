@@ -294,7 +294,7 @@ def chosen_tokens_without_lengths(card):
         given = dict(sparse_mla_top_k=64, bmm1_scale=0.1, out=out)
         same_as_in_full(card, (flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla, args, given), held)
         if held == 0:
-            direct._constant.cache_clear()
+            direct._constants.clear()
 
 
 def streams_threads_and_captures(card):
