@@ -189,9 +189,10 @@ class Plan:
         return bool(self._lists) and self.table.batch_size > 0
 
     def _size(self) -> tuple:
-        """What replays hang on: grids on the sizes of work lists, checks on the rows that are needed, and which kernels
-        read a list."""
-        return self.needs, *[(work.size, work.requests) for work in self._lists.values()]
+        """What replays hang on: grids on the sizes of work lists, launches on where lists are, checks on the rows that
+        are needed, and which kernels read a list."""
+        lists = self._lists.values()
+        return self.needs, *[(work.size, work.requests, work.items.data_ptr()) for work in lists]
 
     def _list_of(self, choice: Choice):
         """The work list of the tiles that `choice` has, made at its first use; None for the reference."""

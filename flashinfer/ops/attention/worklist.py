@@ -24,6 +24,10 @@ OF_LENGTHS = ("batch", "q_len", "kv_stride", "least", "least_alone", "share", "w
 _FEWEST_ITEMS = 512
 # Numbers of requests whose launches are kept: requests come and go.
 _MOST_FILLS = 64
+# Lists of equal requests, by all that they depend on. None is dropped: captured graphs read them. The most that are
+# kept, and the most items of one: 64 MiB in all.
+_equal: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+_MOST_EQUAL, _MOST_EQUAL_ITEMS = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class WorkList:
     Attributes
     ----------
     items : int32 Tensor [max_items * 16], or longer
-        See _device/schedule.py.
+        See _device/schedule.py. Of equal requests that are not divided, a list that all work lists share.
     counts : int32 Tensor [1]
         Items in use.
     arrivals : int32 Tensor [max_slots * kv_heads]
@@ -124,6 +128,7 @@ class WorkList:
         sizes = (room * ITEM_WIDTH.value, 1, slots * num_kv_heads)
         integers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         self.items, self.counts, self.arrivals = integers.split(sizes)
+        self._own = self.items, self.counts
         self.requests, self._reads_lengths = 0, reads_lengths and not policy.fixed
         if self._reads_lengths:
             # No launch writes the zeros that the kernel leaves behind.
@@ -171,6 +176,11 @@ class WorkList:
         self.requests = self._requests(table)
         if self.requests:
             return
+        equal = self._equal_list(table)
+        self.items, self.counts = equal or self._own
+        if equal:
+            self.refill = _nothing
+            return
         key = batch, table.q_len, table.kv_stride, table.encoding
         launch = self._fills.get(key)
         if launch is None:
@@ -182,6 +192,25 @@ class WorkList:
         recorded = recording()
         if recorded is not None:
             recorded.add_kept(launch, list(table.lengths()))
+
+    def _equal_list(self, table: Table) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The items, and their number, of requests of which the host knows that they are equal and not divided."""
+        if not table.each_kv or self.max_slots or self.max_items > _MOST_EQUAL_ITEMS:
+            return None
+        device = self.items.device
+        key = device, table.encoding, self._mixed, table.each_kv, *self._sizes(table)
+        found = _equal.get(key)
+        if found is None and len(_equal) < _MOST_EQUAL:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None
+            self.items = self._own[0].new_empty(self.max_items * ITEM_WIDTH.value)
+            self.counts = self._own[1].new_empty(1)
+            self._launch(table)(*table.addresses())
+            if device.type == "cuda":
+                # So that work on any stream finds it.
+                torch.cuda.current_stream(device).synchronize()
+            found = _equal[key] = self.items, self.counts
+        return found
 
     def _requests(self, table: Table) -> int:
         if not self._reads_lengths or table.encoding != ("uniform", "padded") or table.batch_size > REQUESTS[-1]:
@@ -209,18 +238,21 @@ class WorkList:
     def cut(self, cut: tuple[Limits, int, int]) -> None:
         self._limits, self.max_items, self.max_slots = cut
 
+    def _sizes(self, table: Table) -> tuple[int, ...]:
+        """What the list depends on beside lengths."""
+        problem, config, policy = self._problem, self._config, self._policy
+        return (
+            table.batch_size, table.q_len, table.kv_stride, self.num_kv_heads, problem.group, config.block_m,
+            max(problem.page_size, 1), self._window_left, config.block_n, policy.least_split,
+            policy.least_alone or policy.least_split, policy.share, policy.whole, policy.abreast, policy.fixed,
+        )  # fmt: skip
+
     def _launch(self, table: Table) -> Callable[..., None]:
         """The launch for as many requests as `table` has, of lengths that lie as its do. It takes their addresses."""
-        problem, config, policy = self._problem, self._config, self._policy
         kernel = schedule_launch.prepare(
-            ScheduleProblem(*table.encoding, bool(policy.fixed), self._mixed), ScheduleConfig(), self.items.device
+            ScheduleProblem(*table.encoding, bool(self._policy.fixed), self._mixed), ScheduleConfig(), self.items.device
         )
-        arguments = (
-            self.items, self.counts, self.arrivals, *table.lengths(), table.batch_size, table.q_len, table.kv_stride,
-            self.num_kv_heads, problem.group, config.block_m, max(problem.page_size, 1), self._window_left,
-            config.block_n, policy.least_split, policy.least_alone or policy.least_split, policy.share, policy.whole,
-            policy.abreast, policy.fixed,
-        )  # fmt: skip
+        arguments = self.items, self.counts, self.arrivals, *table.lengths(), *self._sizes(table)
         return kernel.hold((table.batch_size, 1, 1), arguments, LENGTHS)
 
 
