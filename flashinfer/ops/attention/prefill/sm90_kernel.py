@@ -268,7 +268,7 @@ def attend_sm90_kernel(
         PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
         REST=dims.REST, STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
         TRANSPOSE_WARPS=warps.TRANSPOSE, LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
-        TURNS=tiles.TURNS, LATE=tiles.LATE,
+        TURNS=tiles.TURNS, LATE=tiles.LATE, BY_FMA=tiles.BY_FMA,
     )  # fmt: skip
     q_tiles = _tiles(DTYPE, 2, ROWS, dims.D)
     k_tiles = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.D)

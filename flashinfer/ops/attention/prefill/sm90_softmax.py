@@ -26,6 +26,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma_wait,
 )
 from flashinfer.ops.attention._device.logits import LOG2E, NEAR, near_zero, transform, vary, visible
+from flashinfer.ops.attention.prefill.sm90_exponentials import exponentials
 from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, opaque_sum
 
 # A row has 16 partial sums, of every 16th column each, see _fold.
@@ -254,7 +255,7 @@ def steps(
         else:
             s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
         if FIXED:
-            weights = gl.exp2(s * factor - shifted[:, None])
+            weights = exponentials(s * factor - shifted[:, None], settings.BY_FMA)
             sums += _fold(weights, True)
         else:
             weights, top, sums, keep = _softmax(s, top, sums, factor, settings)
