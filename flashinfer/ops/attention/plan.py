@@ -217,6 +217,8 @@ class Plan:
         return WorkList(
             problem, config, policy, self.limits, o.num_kv_heads, self._take, self.device, o.window_left, o.mixed,
             reads_lengths and bool(problem.page_size) and not problem.variant and not o.mixed,
+            # Hopper's latent attention has a launch that combines splits.
+            not (o.source == "latent" and choice.variant.name == "sm90"),
         )  # fmt: skip
 
     def _take(self, count: int) -> torch.Tensor:

@@ -97,11 +97,13 @@ class WorkList:
         Whether first and last requests take turns.
     reads_lengths : bool
         Whether the kernel makes the items of small batches itself (decode/sm80_items.py).
+    counts_arrivals : bool
+        Whether the kernel needs `arrivals`, which the launch that fills the list sets to zero.
 
     Attributes
     ----------
     items : int32 Tensor [max_items * 16], or longer
-        See _device/schedule.py. Of equal requests that are not divided, a list that all work lists share.
+        See _device/schedule.py. Of equal requests, a list that all work lists share.
     counts : int32 Tensor [1]
         Items in use.
     arrivals : int32 Tensor [max_slots * kv_heads]
@@ -117,10 +119,10 @@ class WorkList:
 
     def __init__(
         self, problem, config, policy: SplitPolicy, limits: Limits, num_kv_heads: int, scratch, device: torch.device,
-        window_left: int = -1, mixed: bool = False, reads_lengths: bool = False,
+        window_left: int = -1, mixed: bool = False, reads_lengths: bool = False, counts_arrivals: bool = True,
     ):  # fmt: skip
         self._problem, self._config, self._policy, self._limits = problem, config, policy, limits
-        self._window_left, self._mixed = window_left, mixed
+        self._window_left, self._mixed, self._counts_arrivals = window_left, mixed, counts_arrivals
         self.num_kv_heads = num_kv_heads
         items, slots = self._needed(limits)
         self._cut_to(limits, items, slots)
@@ -194,8 +196,8 @@ class WorkList:
             recorded.add_kept(launch, list(table.lengths()))
 
     def _equal_list(self, table: Table) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The items, and their number, of requests of which the host knows that they are equal and not divided."""
-        if not table.each_kv or self.max_slots or self.max_items > _MOST_EQUAL_ITEMS:
+        """The items, and their number, of requests of which the host knows that they are equal."""
+        if not table.each_kv or self.max_items > _MOST_EQUAL_ITEMS or (self.max_slots and self._counts_arrivals):
             return None
         device = self.items.device
         key = device, table.encoding, self._mixed, table.each_kv, *self._sizes(table)
