@@ -269,12 +269,13 @@ def token_table(
             f"{count} queries x {top_k} tokens")  # fmt: skip
     tokens = integers(tokens.reshape(count, top_k), named, device, (count, top_k))
     check_entries(named, tokens)
+    each = 0
     if lens is None:
-        lens = ones_times(top_k, count, device)
+        lens, each = ones_times(top_k, count, device), top_k
     else:
         lens = flat_integers(lens, lens_named, device, count)
         check_values(lens_named, lens, 0, top_k)
-    return block_table(tokens, lens, q_len=1, names=("qo_indptr", "kv_indptr", lens_named, named))
+    return block_table(tokens, lens, q_len=1, each_kv=each, names=("qo_indptr", "kv_indptr", lens_named, named))
 
 
 @direct(bounds=("max_seq_len",))

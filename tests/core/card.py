@@ -136,7 +136,9 @@ def insert() -> Card:
     torch.cuda.memory_snapshot = card.snapshot
     driver.cuStreamGetCaptureInfo = lambda stream: (0, 1, card.capture, None)
     torch.cuda.current_device = lambda: 0
-    torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=card.stream)
+    torch.cuda.current_stream = lambda device=None: SimpleNamespace(
+        cuda_stream=card.stream, synchronize=lambda: None
+    )
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.device = _Nothing
     for name in ("empty", "empty_strided", "zeros", "ones", "full", "arange", "tensor", "randint"):

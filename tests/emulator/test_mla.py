@@ -34,6 +34,14 @@ def test_latents_quickly():
     check(1, mla._check_batch, case, E4M3, True, CPU)
 
 
+@pytest.mark.parametrize("sms", (2, 8))
+def test_equal_queries_quickly(sms):
+    """A list that is kept, of whole keys and of keys that are split."""
+    for seed in range(2):
+        with emulate("90a", seed=seed, sms=sms):
+            mla.test_keys_named_one_by_one(64, 16, 3, 600, BF16, CPU)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES)

@@ -21,6 +21,9 @@ from flashinfer.ops.attention.tables import Table
 
 # Plans kept per thread: an engine's kinds (prefill, decode, with and without a window) on its streams.
 _MOST_KEPT = 64
+# Tensors of one value. None is dropped: captured graphs read them.
+_MOST_CONSTANTS = 64
+_constants: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 
 _kept = threading.local()
 
@@ -90,7 +93,7 @@ def run_latent(asked: PlanOptions, table: Table, q_nope, q_pe, ckv, kpe, factors
     plan = _plan_of(kernels_of(asked, tile_rows(max(longest_q, 1), asked.group), False, device, backend), given)
     rows = table.batch_size * table.q_len if table.q_len else q_nope.shape[0]
     keys = table.kv_indices.shape[0] * (1 if asked.sparse else asked.page_size)
-    plan.fill(table, Limits(table.batch_size, rows, keys))
+    plan.fill(table, Limits(table.batch_size, rows, keys, each_kv=table.each_kv))
     if replay.recording() is not None:
         plan.bind_again()
     return attend(plan, q_nope, q_pe, ckv, kpe, factors, **call)
@@ -136,16 +139,16 @@ def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
 
 def ones_times(value: int, count: int, device: torch.device) -> torch.Tensor:
     """int32 [count] of one value, kept for other counts too."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.full((count,), value, dtype=torch.int32, device=device)
-    found = _constant(value, power_of_two(count), device)[:count]
+    key = value, power_of_two(count), device
+    if key not in _constants:
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing or len(_constants) >= _MOST_CONSTANTS:
+            return torch.full((count,), value, dtype=torch.int32, device=device)
+        # From the host: this waits until it is there, so that work on any stream finds it.
+        ones = torch.tensor([value], dtype=torch.int32, device="cpu")
+        _constants[key] = ones.expand(key[1]).contiguous().to(device)
+    found = _constants[key][:count]
     recorded = replay.recording()
     if isinstance(recorded, DirectRecording):
         recorded.constants.append(found)
     return found
-
-
-@lru_cache(maxsize=64)
-def _constant(value: int, count: int, device: torch.device) -> torch.Tensor:
-    # From the host: this waits until it is there, so that work on any stream finds it.
-    return torch.tensor([value], dtype=torch.int32, device="cpu").expand(count).contiguous().to(device)

@@ -189,9 +189,10 @@ class Plan:
         return bool(self._lists) and self.table.batch_size > 0
 
     def _size(self) -> tuple:
-        """What replays hang on: grids on the sizes of work lists, checks on the rows that are needed, and which kernels
-        read a list."""
-        return self.needs, *[(work.size, work.requests) for work in self._lists.values()]
+        """What replays hang on: grids on the sizes of work lists, launches on where lists are, checks on the rows that
+        are needed, and which kernels read a list."""
+        lists = self._lists.values()
+        return self.needs, *[(work.size, work.requests, work.items.data_ptr()) for work in lists]
 
     def _list_of(self, choice: Choice):
         """The work list of the tiles that `choice` has, made at its first use; None for the reference."""
@@ -216,6 +217,8 @@ class Plan:
         return WorkList(
             problem, config, policy, self.limits, o.num_kv_heads, self._take, self.device, o.window_left, o.mixed,
             reads_lengths and bool(problem.page_size) and not problem.variant and not o.mixed,
+            # Hopper's latent attention has a launch that combines splits.
+            not (o.source == "latent" and choice.variant.name == "sm90"),
         )  # fmt: skip
 
     def _take(self, count: int) -> torch.Tensor:
@@ -300,8 +303,8 @@ class Plan:
             Further fields of Replay.
         """
         if not self.limits.known:
-            batch, _, keys, longest = self.limits
-            self.limits = Limits(batch, x.out.shape[0], x.k.shape[0] if keys < 0 else keys, longest)
+            keys = self.limits.kv_tokens
+            self.limits = self.limits._replace(q_rows=x.out.shape[0], kv_tokens=x.k.shape[0] if keys < 0 else keys)
         x.schedule = self._list_of(self.kernels.chosen(**facts)) if self._direct else None
         reads_lengths = x.schedule is not None and x.schedule.requests > 0
         if reads_lengths:

@@ -30,12 +30,15 @@ class Limits(NamedTuple):
         Keys in all; -1 where only the call will show.
     longest_q : int
         Query rows of a request; 0 where only q_rows bounds them.
+    each_kv : int
+        Keys of every request, where all have as many, and as many query rows; 0 where they may differ.
     """
 
     batch: int
     q_rows: int
     kv_tokens: int
     longest_q: int = 0
+    each_kv: int = 0
 
     @property
     def known(self) -> bool:
@@ -129,3 +132,15 @@ def capacity(policy: SplitPolicy, group: int, tile_rows: int, limits: Limits) ->
     if not policy.share:
         return tiles, 0
     return tiles + policy.by_share, policy.by_share
+
+
+def divides(policy: SplitPolicy, group: int, tile_rows: int, limits: Limits) -> bool:
+    """Whether a request of a batch within `limits` may be divided.
+
+    A request is if it has one and a half splits or more, and a split by `share` has at least total / share keys. So
+    equal requests are not where their tiles are more than two thirds of `share`.
+    """
+    if not limits.each_kv or policy.fixed or not limits.batch:
+        return bool(policy.share or policy.fixed)
+    tiles = limits.batch * -(-limits.q_rows // limits.batch * group // tile_rows)
+    return 0 < 3 * tiles <= 2 * policy.share

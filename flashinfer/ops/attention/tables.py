@@ -49,6 +49,8 @@ class Table:
         none.
     uniform_q_len : int
         Queries of every request where the host knows that `qo_indptr` gives each as many; 0 for none.
+    each_kv : int
+        Keys of every request where the host knows that `kv_lens` gives each as many; 0 for none.
     longest_q : int
         A bound on query lengths, as the caller has it; 0 where it is unknown.
     rows, kv_entries : int
@@ -71,6 +73,7 @@ class Table:
     kv_lens: torch.Tensor | None = None
     kv_stride: int = 0
     uniform_q_len: int = 0
+    each_kv: int = 0
     longest_q: int = 0
     rows: int = -1
     kv_entries: int = -1

@@ -13,7 +13,7 @@ from flashinfer._core.replay import recording
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kernel
 from flashinfer.ops.attention.counters import zeros
 from flashinfer.ops.attention.problem import REQUESTS, Problem
-from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity
+from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity, divides
 from flashinfer.ops.attention.tables import Table
 
 # The tensors that hold the lengths of a batch, in the order of Table.lengths().
@@ -24,6 +24,10 @@ OF_LENGTHS = ("batch", "q_len", "kv_stride", "least", "least_alone", "share", "w
 _FEWEST_ITEMS = 512
 # Numbers of requests whose launches are kept: requests come and go.
 _MOST_FILLS = 64
+# Lists of equal requests, by all that they depend on. None is dropped: captured graphs read them. The most that are
+# kept, and the most items of one: 64 MiB in all.
+_equal: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+_MOST_EQUAL, _MOST_EQUAL_ITEMS = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,13 @@ class WorkList:
         Whether first and last requests take turns.
     reads_lengths : bool
         Whether the kernel makes the items of small batches itself (decode/sm80_items.py).
+    counts_arrivals : bool
+        Whether the kernel needs `arrivals`, which the launch that fills the list sets to zero.
 
     Attributes
     ----------
     items : int32 Tensor [max_items * 16], or longer
-        See _device/schedule.py.
+        See _device/schedule.py. Of equal requests, a list that all work lists share.
     counts : int32 Tensor [1]
         Items in use.
     arrivals : int32 Tensor [max_slots * kv_heads]
@@ -106,35 +112,37 @@ class WorkList:
     partial_out : float32 Tensor [max_slots * kv_heads * block_m * head_dim_vo], optional
     partial_lse : float32 Tensor [max_slots * kv_heads * block_m], optional
     max_items, max_slots : int
-        What launches go over.
+        What launches go over; no slots where no request of the batch is divided.
     requests : int
         Problem.requests of the kernel that takes the batch of the last `fill`: 0 for one that reads the list.
     """
 
     def __init__(
         self, problem, config, policy: SplitPolicy, limits: Limits, num_kv_heads: int, scratch, device: torch.device,
-        window_left: int = -1, mixed: bool = False, reads_lengths: bool = False,
+        window_left: int = -1, mixed: bool = False, reads_lengths: bool = False, counts_arrivals: bool = True,
     ):  # fmt: skip
         self._problem, self._config, self._policy, self._limits = problem, config, policy, limits
-        self._window_left, self._mixed = window_left, mixed
+        self._window_left, self._mixed, self._counts_arrivals = window_left, mixed, counts_arrivals
         self.num_kv_heads = num_kv_heads
-        self.max_items, self.max_slots = self._needed(limits)
-        room = max(_FEWEST_ITEMS, 1 << (self.max_items - 1).bit_length())
-        sizes = (room * ITEM_WIDTH.value, 1, self.max_slots * num_kv_heads)
+        items, slots = self._needed(limits)
+        self._cut_to(limits, items, slots)
+        room = max(_FEWEST_ITEMS, 1 << (items - 1).bit_length())
+        sizes = (room * ITEM_WIDTH.value, 1, slots * num_kv_heads)
         integers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         self.items, self.counts, self.arrivals = integers.split(sizes)
+        self._own = self.items, self.counts
         self.requests, self._reads_lengths = 0, reads_lengths and not policy.fixed
         if self._reads_lengths:
             # No launch writes the zeros that the kernel leaves behind.
             self.arrivals = zeros(sizes[2], device)
         self.partial_out = self.partial_lse = None
-        if self.max_slots:
-            rows = self.max_slots * num_kv_heads * config.block_m
+        if slots:
+            rows = slots * num_kv_heads * config.block_m
             buffer = scratch(rows * (problem.head_dim_vo + 4) * 4).view(torch.float32)
             self.partial_out = buffer[: rows * problem.head_dim_vo]
             # Rounded up to 16 bytes, as the kernel is promised.
             self.partial_lse = buffer[-(-rows * problem.head_dim_vo // 4) * 4 :][:rows]
-        self._capacity = room, self.max_slots
+        self._capacity = room, slots
         # What fills it, by what the launch depends on in a table.
         self._fills: dict[tuple, Callable] = {}
         # Launches the kernel for lengths at other addresses (`Table.addresses`), as many as at the last `fill`.
@@ -142,6 +150,10 @@ class WorkList:
 
     def _needed(self, limits: Limits) -> tuple[int, int]:
         return capacity(self._policy, self._problem.group, self._config.block_m, limits)
+
+    def _cut_to(self, limits: Limits, items: int, slots: int) -> None:
+        self._limits, self.max_items = limits, items
+        self.max_slots = slots if divides(self._policy, self._problem.group, self._config.block_m, limits) else 0
 
     @property
     def size(self) -> tuple[int, int]:
@@ -155,8 +167,7 @@ class WorkList:
         needed = self._needed(limits)
         if any(need > has for need, has in zip(needed, self._capacity, strict=True)):
             return False
-        self._limits = limits
-        self.max_items, self.max_slots = needed
+        self._cut_to(limits, *needed)
         return True
 
     def fill(self, table: Table) -> None:
@@ -166,6 +177,11 @@ class WorkList:
             return
         self.requests = self._requests(table)
         if self.requests:
+            return
+        equal = self._equal_list(table)
+        self.items, self.counts = equal or self._own
+        if equal:
+            self.refill = _nothing
             return
         key = batch, table.q_len, table.kv_stride, table.encoding
         launch = self._fills.get(key)
@@ -178,6 +194,25 @@ class WorkList:
         recorded = recording()
         if recorded is not None:
             recorded.add_kept(launch, list(table.lengths()))
+
+    def _equal_list(self, table: Table) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The items, and their number, of requests of which the host knows that they are equal."""
+        if not table.each_kv or self.max_items > _MOST_EQUAL_ITEMS or (self.max_slots and self._counts_arrivals):
+            return None
+        device = self.items.device
+        key = device, table.encoding, self._mixed, table.each_kv, *self._sizes(table)
+        found = _equal.get(key)
+        if found is None and len(_equal) < _MOST_EQUAL:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None
+            self.items = self._own[0].new_empty(self.max_items * ITEM_WIDTH.value)
+            self.counts = self._own[1].new_empty(1)
+            self._launch(table)(*table.addresses())
+            if device.type == "cuda":
+                # So that work on any stream finds it.
+                torch.cuda.current_stream(device).synchronize()
+            found = _equal[key] = self.items, self.counts
+        return found
 
     def _requests(self, table: Table) -> int:
         if not self._reads_lengths or table.encoding != ("uniform", "padded") or table.batch_size > REQUESTS[-1]:
@@ -205,18 +240,21 @@ class WorkList:
     def cut(self, cut: tuple[Limits, int, int]) -> None:
         self._limits, self.max_items, self.max_slots = cut
 
+    def _sizes(self, table: Table) -> tuple[int, ...]:
+        """What the list depends on beside lengths."""
+        problem, config, policy = self._problem, self._config, self._policy
+        return (
+            table.batch_size, table.q_len, table.kv_stride, self.num_kv_heads, problem.group, config.block_m,
+            max(problem.page_size, 1), self._window_left, config.block_n, policy.least_split,
+            policy.least_alone or policy.least_split, policy.share, policy.whole, policy.abreast, policy.fixed,
+        )  # fmt: skip
+
     def _launch(self, table: Table) -> Callable[..., None]:
         """The launch for as many requests as `table` has, of lengths that lie as its do. It takes their addresses."""
-        problem, config, policy = self._problem, self._config, self._policy
         kernel = schedule_launch.prepare(
-            ScheduleProblem(*table.encoding, bool(policy.fixed), self._mixed), ScheduleConfig(), self.items.device
+            ScheduleProblem(*table.encoding, bool(self._policy.fixed), self._mixed), ScheduleConfig(), self.items.device
         )
-        arguments = (
-            self.items, self.counts, self.arrivals, *table.lengths(), table.batch_size, table.q_len, table.kv_stride,
-            self.num_kv_heads, problem.group, config.block_m, max(problem.page_size, 1), self._window_left,
-            config.block_n, policy.least_split, policy.least_alone or policy.least_split, policy.share, policy.whole,
-            policy.abreast, policy.fixed,
-        )  # fmt: skip
+        arguments = self.items, self.counts, self.arrivals, *table.lengths(), *self._sizes(table)
         return kernel.hold((table.batch_size, 1, 1), arguments, LENGTHS)
 
 

@@ -16,6 +16,8 @@ _WIDEN = re.compile(r"\.reg \.b16 lo, hi;.*cvt\.rn\.f16x2\.(e4m3|e5m2)x2")
 _TIMES_FP8 = re.compile(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2 h, second;")
 _TIMES_E2M1 = "prmt.b32 high, 0x3F3F3F00, 0x40404040, magnitudes;"
 _FACTOR = "cvt.u16.u32 code, $1;"
+# 2^x of several numbers, some of them by a polynomial.
+_BY_FMA = "max.NaN.f32 t, $"
 
 # One of the instructions that decode a word of eight e2m1 codes.
 _FRAGMENTS = "lop3.b32 $3, $3, 0x80C080C0, moved, 0xEA;"
@@ -38,7 +40,7 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
         return _columns_of_pairs(args[0])
     if _FRAGMENTS in asm and pack == 4:
         return _fragments(*args)
-    if asm == "ex2.approx.ftz.f32 $0, $1;":
+    if asm == "ex2.approx.ftz.f32 $0, $1;" or _BY_FMA in asm:
         return Tensor(_flushed(np.exp2(args[0].a)), tl.float32, args[0].layout)
     if asm == "rcp.approx.ftz.f32 $0, $1;":
         with np.errstate(divide="ignore"):

@@ -294,7 +294,56 @@ def chosen_tokens_without_lengths(card):
         given = dict(sparse_mla_top_k=64, bmm1_scale=0.1, out=out)
         same_as_in_full(card, (flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla, args, given), held)
         if held == 0:
-            direct._constant.cache_clear()
+            direct._constants.clear()
+
+
+def equal_requests_that_are_not_divided(card):
+    """Their work list is made at the first call, for all streams and captures: a call launches attention alone."""
+    count = 300
+    q, cache, out, scratch = halves(count, 1, 4, 80), halves(20, PAGE, 80), halves(count, 1, 4, 64), workspace()
+    tokens = torch.arange(count * 48, dtype=torch.int32).view(count, 1, 48) % (20 * PAGE)
+    lens = torch.full((count,), 40, dtype=torch.int32)
+
+    def launched(rows=count, **more):
+        args = q[:rows], cache, scratch, 64, 64, 16, tokens[:rows], lens[:rows], 40
+        given = dict(sparse_mla_top_k=48, bmm1_scale=0.1, out=out[:rows], **more)
+        return len(card.made(lambda: flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(*args, **given)))
+
+    assert [launched() for _ in range(4)] == [2, 1, 1, 1]
+    # Lengths that only the device knows, and requests that are too few to fill the chip.
+    assert [launched(sparse_mla_top_k_lens=lens) for _ in range(4)] == [2] * 4
+    assert [launched(8) for _ in range(4)] == [2] * 4
+    assert launched() == 1
+    card.stream = 9
+    try:
+        assert launched() == 1
+    finally:
+        card.stream = 7
+    card.capture, card.known = 77, True
+    try:
+        assert launched() == 1
+        # A list that is made in a capture is the graph's.
+        assert launched(count - 1) == 2
+    finally:
+        card.capture, card.known = None, False
+    assert [launched(count - 1) for _ in range(3)] == [2, 1, 1]
+
+
+def equal_requests_on_hopper(card):
+    """Splits are combined by a launch of its own, which counts no arrivals: divided requests share a list, too."""
+    q, cache, out, scratch = halves(8, 1, 16, 576), halves(20, PAGE, 576), halves(8, 1, 16, 512), workspace()
+    tokens = torch.arange(8 * 2048, dtype=torch.int32).view(8, 1, 2048) % (20 * PAGE)
+    lens = torch.full((8,), 40, dtype=torch.int32)
+
+    def launched(**more):
+        args = q, cache, scratch, 128, 512, 64, tokens, lens, 40
+        given = dict(sparse_mla_top_k=2048, bmm1_scale=0.1, out=out, **more)
+        return len(card.made(lambda: flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(*args, **given)))
+
+    assert [launched(backend="sm90") for _ in range(4)] == [3, 2, 2, 2]
+    assert [launched(backend="sm90", sparse_mla_top_k_lens=lens) for _ in range(3)] == [3] * 3
+    # The portable kernel combines by itself.
+    assert [launched(backend="portable") for _ in range(3)] == [2] * 3
 
 
 def streams_threads_and_captures(card):
@@ -452,6 +501,7 @@ def test_other_sizes_between(name, on_card):
         new_outputs, what_is_refused, what_moves_and_what_stays, workspaces_of_latent_attention,
         tensors_that_part, streams_threads_and_captures, calls_in_any_order, workspaces_elsewhere,
         captures_that_torch_does_not_know, chosen_tokens_without_lengths,
+        equal_requests_that_are_not_divided, equal_requests_on_hopper,
     ),
 )  # fmt: skip
 def test_replays(case, on_card):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashinfer
-from flashinfer.ops.attention.split import ONE_LEVEL, Limits, SplitKnobs, SplitPolicy, capacity
+from flashinfer.ops.attention.split import ONE_LEVEL, Limits, SplitKnobs, SplitPolicy, capacity, divides
 from flashinfer.testing.compare import assert_close
 
 
@@ -61,6 +61,18 @@ def test_without_many_no_tile_has_more_splits_than_one_level_combines(lengths, s
     slots = made(policy, group, 16, 16, lengths)[1]
     assert slots <= policy.by_share
     assert policy.many or slots <= ONE_LEVEL
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.integers(1, 300), st.integers(0, 3), st.integers(1, 5000), policies, st.sampled_from((1, 16, 128)))
+def test_equal_requests_that_fill_the_chip_are_not_divided(batch, queries, keys, policy, group):
+    limits = Limits(batch, batch * queries, batch * keys, each_kv=keys)
+    slots = made(policy, group, 64, 128, [(queries, keys)] * batch)[1]
+    divided = divides(policy, group, 64, limits)
+    assert divided or slots == 0
+    assert divided == (bool(policy.fixed) or 0 < 3 * batch * ceil(queries * group / 64) <= 2 * policy.share)
+    # Without that their lengths are equal, any may be.
+    assert divides(policy, group, 64, limits._replace(each_kv=0)) == bool(policy.share or policy.fixed)
 
 
 @pytest.mark.parametrize(

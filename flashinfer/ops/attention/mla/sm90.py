@@ -111,7 +111,7 @@ class Bound:
         kernel = attend_latent_sm90.prepare(p, c, self._device)
         grid = (min(self._sms * c.programs_per_sm, s.max_items), 1, 1)
         attend = kernel.hold(grid, values, ("q_nope", "q_pe", "ckv_map", "kpe_map", "out", "lse", "kv_indices"))
-        if not p.split:
+        if not p.split or not s.max_slots:
             return attend
         values = (
             x.out, x.lse, s.partial_out, s.partial_lse, s.items, s.counts, x.sinks, *x.out.stride()[:2],

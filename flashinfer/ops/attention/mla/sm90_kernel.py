@@ -32,7 +32,7 @@ from flashinfer._core.gluon_compat import (
     mbarrier,
 )
 from flashinfer.ops._device.sm90.publish import write_words
-from flashinfer.ops._device.sm90.registers import opaque
+from flashinfer.ops._device.sm90.registers import opaque, prefetch, program
 from flashinfer.ops.attention._device.logits import LOG2E, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_LEN,
@@ -276,6 +276,9 @@ def attend_latent_sm90_kernel(
     pointers, and page and step are elements from page to page and row to row. FP8 is gathered as words of four
     elements, and steps are words.
     """
+    # Where L2 is cold, the number of work items and the first one's record arrive together.
+    prefetch(work.counts)
+    prefetch(work.items + program() * ITEM_WIDTH)
     DTYPE: gl.constexpr = q_nope.dtype.element_ty if Q_FP8 == "" else gl.float16
     settings = Settings(
         HEADS=HEADS, PAGE_SIZE=keys.PAGE_SIZE, SPARSE=keys.SPARSE, GATHER=keys.GATHER,

@@ -66,7 +66,7 @@ def build(p: Problem, c: Sm90Config) -> Build:
         "numbers.SOFT_CAP": p.soft_cap, "dims.PAGE_SIZE": p.page_size, "dims.D": low, "dims.REST": rest,
         "dims.REST_PAD": _padded(rest), "dims.VO": p.head_dim_vo, "dims.VO_PAD": _padded(p.head_dim_vo),
         "tiles.M": c.block_m, "tiles.N": c.block_n, "tiles.STAGES": c.stages, "tiles.STAGED": c.staged,
-        "tiles.TURNS": c.turns,
+        "tiles.TURNS": c.turns, "tiles.LATE": c.late, "tiles.BY_FMA": c.by_fma,
         "warps.REGISTERS": c.registers, "warps.COPY_REGISTERS": c.copy_registers, "warps.TRANSPOSE": c.transpose_warps,
         "warps.COPIERS": c.copiers,
         "warps.WIDEN": FORMATS[p.kv_dtype] if c.lead else "", "warps.LEAD": c.lead, "GROUP": p.group,

@@ -64,7 +64,15 @@ from flashinfer.ops.attention.prefill.sm90_settings import (
     Tensors,
     make_ring,
 )
-from flashinfer.ops.attention.prefill.sm90_softmax import SHIFT, attend, overflows, per_row, start_pv_fp8, wait_full
+from flashinfer.ops.attention.prefill.sm90_softmax import (
+    SHIFT,
+    as_operand,
+    attend,
+    overflows,
+    per_row,
+    start_pv_fp8,
+    wait_full,
+)
 from flashinfer.ops.attention.prefill.sm90_values import transpose_values
 from flashinfer.ops.attention.prefill.sm90_widen import WARPS as WIDEN_WARPS
 from flashinfer.ops.attention.prefill.sm90_widen import widen_keys, widen_values
@@ -151,6 +159,7 @@ def _run_task(
             pv = warpgroup_mma_wait(0, [start_pv_fp8(p, v, before, acc)])
         else:
             acc = acc * per_row(keep, acc)
+            p = as_operand(p, shared.q) if settings.LATE else p
             wait_full(v, step - 1, settings)
             pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
             # All warps have read these queries: the next task's queries are copied during the rest of this task.
@@ -259,7 +268,7 @@ def attend_sm90_kernel(
         PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
         REST=dims.REST, STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
         TRANSPOSE_WARPS=warps.TRANSPOSE, LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
-        TURNS=tiles.TURNS,
+        TURNS=tiles.TURNS, LATE=tiles.LATE, BY_FMA=tiles.BY_FMA,
     )  # fmt: skip
     q_tiles = _tiles(DTYPE, 2, ROWS, dims.D)
     k_tiles = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.D)

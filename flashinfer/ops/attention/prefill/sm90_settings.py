@@ -58,6 +58,10 @@ class Settings:
     FIXED: gl.constexpr
     # Whether the consumer warpgroups take turns in issuing products.
     TURNS: gl.constexpr
+    # Whether weights stay float32 until the next block's scores are issued.
+    LATE: gl.constexpr
+    # One of so many exponentials of a fixed shift is a polynomial, see sm90_exponentials.py; 0 for none.
+    BY_FMA: gl.constexpr
 
 
 @aggregate

@@ -26,6 +26,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma_wait,
 )
 from flashinfer.ops.attention._device.logits import LOG2E, NEAR, near_zero, transform, vary, visible
+from flashinfer.ops.attention.prefill.sm90_exponentials import exponentials
 from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, opaque_sum
 
 # A row has 16 partial sums, of every 16th column each, see _fold.
@@ -173,7 +174,7 @@ def _scores(WG, q, q_rest, k: Ring, step, zeros, settings: Settings):
 
 
 @gluon.jit
-def _as_operand(weights, q):
+def as_operand(weights, q):
     """Weights as the left operand of P V, in registers."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=weights.type.layout, k_width=2)
     return gl.convert_layout(weights.to(q.dtype), LAYOUT)
@@ -231,8 +232,9 @@ def steps(
 ):  # fmt: skip
     """Process `count` blocks of keys below key `start`: for each its scores, P V of the block before it, its softmax.
 
-    `step` counts the blocks of all tasks; `last` is the task's last step. `p` are the weights of the block before, and
-    `keep` is the factor by which `acc` has to be scaled first. With FIXED the shift is `top`, and `keep` is 1.
+    `step` counts the blocks of all tasks; `last` is the task's last step. `p` are the weights of the block before, with
+    LATE in float32, and `keep` is the factor by which `acc` has to be scaled first. With FIXED the shift is `top`, and
+    `keep` is 1.
     """
     shifted = top * factor
     for i in range(count):
@@ -242,6 +244,7 @@ def steps(
         s = _scores(WG, q, q_rest, k, step, zeros, settings)
         if not FIXED:
             acc = acc * per_row(keep, acc)
+        p = as_operand(p, q) if settings.LATE else p
         wait_full(v, step - 1, settings)
         pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
         _end_turn(WG, turn, settings)
@@ -252,7 +255,7 @@ def steps(
         else:
             s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
         if FIXED:
-            weights = gl.exp2(s * factor - shifted[:, None])
+            weights = exponentials(s * factor - shifted[:, None], settings.BY_FMA)
             sums += _fold(weights, True)
         else:
             weights, top, sums, keep = _softmax(s, top, sums, factor, settings)
@@ -267,7 +270,7 @@ def steps(
         v.channel.release(step - 1)
         # Converted after the wait, so that the weights reuse the registers of the last ones. The wait on them keeps
         # each pair of 16-bit weights in one register.
-        p = warpgroup_mma_wait(0, [_as_operand(weights, q)])
+        p = weights if settings.LATE else warpgroup_mma_wait(0, [as_operand(weights, q)])
         step += 1
     return acc, p, keep, top, sums, step, start
 
@@ -345,7 +348,7 @@ def attend(
     p, top, sums, keep = _softmax(s, top, sums, factor, settings)
     # In FP8 values past the end are zeroed when they are transposed.
     if not settings.FP8:
-        p = _as_operand(p, q)
+        p = p if settings.LATE else as_operand(p, q)
         if start + BLOCK_N > view.kv_len:
             wait_full(v, step, settings)
             _clear_tail(v.tiles.index(v.channel.stage(step)), start, view.kv_len)
