@@ -39,18 +39,19 @@ class Call:
         numbers, seeds, offsets = take_randomness(x.device, self.batch, generator, seed, offset)
         self.operands = numbers, seeds, offsets, indices, self.samples, self.valid
 
-    def k(self, top_k, may_be_impossible):
-        return top_k_of(self.of_outputs("top_k", top_k), self.batch, self.samples.device, may_be_impossible)
+    def k(self, top_k, may_be_impossible, by_row):
+        top_k = self.of_outputs("top_k", top_k, by_row)
+        return top_k_of(top_k, self.batch, self.samples.device, may_be_impossible)
 
     def p(self, top_p, may_be_impossible):
-        return top_p_of(self.of_outputs("top_p", top_p), self.batch, self.samples.device, may_be_impossible)
+        return top_p_of(self.of_outputs("top_p", top_p, True), self.batch, self.samples.device, may_be_impossible)
 
-    def of_outputs(self, name, value):
-        """A filter's parameter; one for each row that is drawn from, where rows and outputs differ in number, as one
-        for each output."""
-        if self.indices is None or not isinstance(value, torch.Tensor) or self.rows in (1, self.batch):
+    def of_outputs(self, name, value, by_row):
+        """A filter's parameter as one for each output. As many elements as rows are the rows' own; where there are as
+        many outputs, only if `by_row` says so: upstream reads top_k alone and min_p by output, the others by row."""
+        if self.indices is None or not isinstance(value, torch.Tensor) or self.rows == 1:
             return value
-        if value.shape not in ((self.rows,), (self.rows, 1)):
+        if value.shape not in ((self.rows,), (self.rows, 1)) or self.rows == self.batch and not by_row:
             return value
         same_device(indices=self.indices, **{name: value})
         return value.reshape(self.rows)[self.indices.long()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 
 from flashinfer._core.checks import WrongKind, dtype_name, is_aligned, require, rows_of, same_device
@@ -23,8 +25,9 @@ def softmax(
         [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. -inf is a
         probability of 0.
     temperature : torch.Tensor or float, optional
-        Above 0; a number, or a floating-point tensor [batch] with one for each row. A row whose temperature is not
-        above 0 is NaN.
+        A number, or a floating-point tensor [batch] with one for each row; above 0, or 0, which does not mean the
+        largest logit: it is upstream's word for no preference, and gives all logits but -inf equal probabilities. A row
+        whose temperature in a tensor is negative or NaN is NaN.
     enable_pdl : bool, optional
         Programmatic dependent launch. It has no effect on results, and none on the launch yet.
 
@@ -46,14 +49,14 @@ def softmax(
     tensor([[0.5000, 0.5000]])
     """
     logits = as_rows("logits", logits)
-    if isinstance(temperature, bool):
-        raise WrongKind(f"temperature: got {temperature}; allowed: a number, or a tensor")
+    if isinstance(temperature, bool) or not isinstance(temperature, Real | torch.Tensor | None):
+        raise WrongKind(f"temperature: got {temperature!r}; allowed: a number, or a tensor")
     if isinstance(temperature, torch.Tensor):
         shape = tuple(temperature.shape)
         require(shape == (len(logits),), "temperature", shape, f"[{len(logits)}], one for each row")
         require(temperature.is_floating_point(), "temperature", temperature.dtype, "a floating-point dtype")
     scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32, logits.device)
-    require(scalar is None or scalar > 0, "temperature", scalar, "above 0")
+    require(scalar is None or scalar >= 0, "temperature", scalar, "0 or more")
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     _softmax(logits, scalar, tensor, out)
     return out

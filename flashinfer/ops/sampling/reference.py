@@ -19,9 +19,11 @@ def _softmax(problem, logits, temperature, out):
     logits = logits.float()
     if temperature is not None:
         scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
-        below = (logits - logits.amax(-1, keepdim=True)) / scale.where(scale > 0, math.nan)
+        # Upstream multiplies by 0 where the temperature is 0.
+        scale = scale.where(scale != 0, math.inf).where(scale >= 0, math.nan)
+        below = (logits - logits.amax(-1, keepdim=True)) / scale
         # Also at a temperature of infinity.
-        logits = below.where((logits != -math.inf) | scale.isnan() | (scale <= 0), -math.inf)
+        logits = below.where((logits != -math.inf) | scale.isnan(), -math.inf)
     torch.softmax(logits, -1, out=out)
 
 

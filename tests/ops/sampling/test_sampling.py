@@ -211,7 +211,7 @@ def test_softmax_of_rows_without_a_distribution(variant, device):
     assert out[:3].isnan().all() and out[3, 7] == 0
     assert_close(out[3:], torch.softmax(logits[3:], -1), torch.softmax(logits[3:].double(), -1))
     temperatures = torch.tensor([1.0, 0.0, -1.0, float("nan"), 1.0], device=device)
-    assert sampling.softmax(torch.randn(5, 130, device=device), temperatures).isnan().all(1).tolist() == [0, 1, 1, 1, 0]
+    assert sampling.softmax(torch.randn(5, 130, device=device), temperatures).isnan().all(1).tolist() == [0, 0, 1, 1, 0]
 
 
 def test_equal_values_are_taken_in_the_order_of_their_indices(variant, device):
@@ -381,6 +381,26 @@ def test_parameters_of_rows_that_are_drawn_from_several_times(variant, device):
     assert_bitwise(only_one, probs.argmax(1)[indices])
 
 
+def test_parameters_where_there_are_as_many_outputs_as_rows(variant, device):
+    """Those of top-p, and of top-k beside it, are the rows' own; those of top-k alone and min-p are the outputs'."""
+    probs, indices = rows_of_probs(3, 70, device), torch.tensor([2, 0, 0], dtype=torch.int32, device=device)
+    ks, ps = torch.tensor([1, 4, 9], device=device), torch.tensor([0.2, 0.9, 1e-6], device=device)
+    drawn, joint = probs[indices], dict(filter_apply_order="joint")
+    for function, given, by_row, options in (
+        (sampling.top_k_sampling_from_probs, (ks,), False, {}),
+        (sampling.min_p_sampling_from_probs, (ps,), False, {}),
+        (sampling.top_p_sampling_from_probs, (ps,), True, {}),
+        (sampling.top_k_top_p_sampling_from_probs, (ks, ps), True, {}),
+        (sampling.top_k_top_p_sampling_from_probs, (ks, ps), True, joint),
+        (sampling.top_k_top_p_sampling_from_logits, (ks, ps), True, {}),
+        (sampling.top_k_top_p_sampling_from_logits, (ks, ps), True, joint),
+    ):
+        for seed in range(4):
+            options |= dict(seed=seed, offset=7)
+            expected = function(drawn, *(x[indices] if by_row else x for x in given), **options)
+            assert_bitwise(function(probs, *given, indices=indices, **options), expected)
+
+
 def test_a_rows_own_seed_makes_it_independent_of_its_place(variant, device):
     probs = rows_of_probs(3, 100, device)
     seeds, offsets = torch.tensor([9, 8, 7], device=device), torch.tensor([0, 1, 2], device=device)
@@ -481,12 +501,13 @@ def test_bad_input_of_the_others():
     probs = torch.ones(2, 8)
     for call, argument in (
         (lambda: sampling.min_p_sampling_from_probs(probs, 1.5), "min_p"),
-        (lambda: sampling.softmax(probs, 0), "temperature"),
+        (lambda: sampling.softmax(probs, -1), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(3)), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(1)), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(2, 1)), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(2, dtype=torch.int32)), "temperature"),
         (lambda: sampling.softmax(probs, True), "temperature"),
+        (lambda: sampling.softmax(probs, "1"), "temperature"),
         (lambda: sampling.softmax(torch.ones(8)), "logits"),
         (lambda: sampling.top_k_mask_logits(torch.ones(8), 2), "logits"),
         (lambda: sampling.top_k_mask_logits(probs, -1), "top_k"),
