@@ -8,7 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, check_values, dtype_name, require, same_device
-from flashinfer._core.custom_op import custom_op
+from flashinfer._core.custom_op import custom_op, one_op
 from flashinfer.ops.moe import lora as room
 
 __all__ = [
@@ -235,7 +235,13 @@ def _expand(
         _run(_Call(x[s], matrices, routed, slice_start_loc[s : s + 1], False, finalize), y)
 
 
-@checked
+def _sum(its: dict) -> torch.Tensor:
+    x, columns = its["x"], its["output_dim"]
+    columns = sum(bank.shape[-2] for bank in its["lora_b_weights"]) if columns is None else columns
+    return x.new_empty(len(x), columns)
+
+
+@one_op(written=("sums",), given={"sums": _sum}, returned=lambda its: its["sums"], made=lambda x: {"sums": x})
 def bgmv_moe(
     x: torch.Tensor,
     lora_a_weights: list[torch.Tensor],
