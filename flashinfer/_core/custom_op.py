@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import between_graphs, checked
 from flashinfer._core.checks import check_apart, require
 from flashinfer._core.packed import SEPARATOR, joined, packed, unpacked
 from flashinfer._core.tracing import is_traced
@@ -83,8 +83,9 @@ def custom_op(
 
 
 def one_op(
-    written: tuple[str, ...], given: dict[str, Callable], returned: Callable, made: Callable | None = None
-) -> Callable:
+    written: tuple[str, ...], given: dict[str, Callable], returned: Callable, made: Callable | None = None,
+    between: bool = False,
+) -> Callable:  # fmt: skip
     """`checked`; and torch.compile sees a call of the function as one op, which checks its arguments when it runs.
 
     Arguments may be of any kind that `packed` takes.
@@ -100,6 +101,9 @@ def one_op(
     made : callable, optional
         New tensors in the function's result, by names that no argument has; of those that `given` made, and which are
         tensors, the op's outputs are copies.
+    between : bool
+        Have torch's compiler call the function between two graphs, which may keep memory that it allocates; it is an op
+        of other tracers, as those of fake tensors.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -117,11 +121,15 @@ def one_op(
 
         op = _registered(f"flashinfer::{function.__name__}", _PACKED, run, _returns_none)
 
+        outside = between_graphs(checked(function)) if between else None
+
         def traced(*args, **named):
+            if outside and torch.compiler.is_compiling():
+                return outside(*args, **named)
             its = defaults | dict(zip(defaults, args)) | named
             for each, make in given.items():
                 its[each] = make(its)
-            outputs = {each: its[each] for each in written if isinstance(its[each], torch.Tensor)}
+            outputs = {each: its[each] for each in written if isinstance(its.get(each), torch.Tensor)}
             others = {each: value for each, value in its.items() if each not in outputs and each in defaults}
             op(list(outputs.values()), " ".join(outputs), *packed({"its": others}))
             return returned(its)
