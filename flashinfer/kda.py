@@ -63,8 +63,13 @@ def _results(its: dict) -> tuple:
 
 @one_op(
     written=("initial_state", "output", "state_checkpoints", "correction_cache", "kg_cache"),
-    # A workspace has no effect, and no op takes one.
-    given={"output": _output, "initial_state": _state, "state_checkpoints": _marks, "prefill_workspace": lambda _: None},
+    given={
+        "output": _output,
+        "initial_state": _state,
+        "state_checkpoints": _marks,
+        # It has no effect, and no op takes one.
+        "prefill_workspace": lambda its: None,
+    },
     returned=_results,
 )
 @named(state="initial_state")

@@ -115,7 +115,8 @@ def latents(x):
     first = flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(
         q, cache, scratch, *sizes, pages, lens, 20, return_lse=True, **given
     )
-    return *first, flashinfer.mla.xqa_batch_decode_with_kv_cache_mla(q, cache, scratch, *sizes, pages, lens, 20, **given)
+    second = flashinfer.mla.xqa_batch_decode_with_kv_cache_mla(q, cache, scratch, *sizes, pages, lens, 20, **given)
+    return *first, second
 
 
 CALLS = norms, activations, choices, draws, attention, products, experts, convolutions, recurrences, decodes, prefills

@@ -130,7 +130,8 @@ def test_one_graph(name, device):
     for x, y in pairs + list(zip(traced, eager, strict=True)):
         assert x.stride() == y.stride()
         assert_bitwise(x, y)
-    assert name in ("chunks", "kimi_drafts", "mamba") or any(not torch.equal(x, y) for x, y in zip(traced, given, strict=True))
+    changed = any(not torch.equal(x, y) for x, y in zip(traced, given, strict=True))
+    assert changed or name in ("chunks", "kimi_drafts", "mamba")
 
 
 def test_a_refusal(device):
