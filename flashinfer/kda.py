@@ -484,25 +484,8 @@ class RecurrentKDAPrefillWrapper:
         if self._offsets is None:
             raise NoPlan("RecurrentKDAPrefillWrapper.run: got no plan; allowed: after plan()")
         return recurrent_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            scale,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            lower_bound,
-            self._offsets,
-            ssm_state_indices,
-            output=output,
-            beta_is_logit=beta_is_logit,
-            state_checkpoints=state_checkpoints,
-            checkpoint_cu_starts=checkpoint_cu_starts,
-            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-            checkpoint_state_indices=checkpoint_state_indices,
-        )
+            q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, lower_bound, self._offsets, ssm_state_indices, output=output,
+            beta_is_logit=beta_is_logit, state_checkpoints=state_checkpoints, checkpoint_cu_starts=checkpoint_cu_starts,
+            checkpoint_every_n_tokens=checkpoint_every_n_tokens, checkpoint_state_indices=checkpoint_state_indices,
+        )  # fmt: skip
