@@ -11,9 +11,16 @@ from flashinfer import sampling
 from flashinfer._core.checks import WrongKind, require, same_device
 from flashinfer.logits_processor.op import ParameterizedOp
 from flashinfer.logits_processor.types import TaggedTensor, TensorType
-from flashinfer.sampling.arguments import per_row
 
 LOGITS, PROBS, INDICES = TensorType.LOGITS, TensorType.PROBS, TensorType.INDICES
+
+
+def per_row(name: str, value: torch.Tensor, batch: int, device: torch.device) -> torch.Tensor | float:
+    """A tensor as [batch]; one element holds for all rows, and where it is on another device it is a number."""
+    if value.numel() == 1 and not value.is_meta:
+        return value.reshape(1).expand(batch) if value.device == device else value.item()
+    require(value.shape in ((batch,), (batch, 1)), name, tuple(value.shape), f"[{batch}], or one element")
+    return value.reshape(batch)
 
 
 def _of_rows(name: str, value, x: torch.Tensor) -> torch.Tensor | float:

@@ -334,7 +334,7 @@ def min_p_sampling_from_probs(
     tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    scalar, tensor = parameter("min_p", call.of_outputs("min_p", min_p, False), call.batch, torch.float32, probs.device)
+    scalar, tensor = parameter("min_p", call.of_outputs("min_p", min_p, False), call.batch, torch.float32)
     require(return_valid or scalar is None or 0 <= scalar <= 1, "min_p", scalar, "0 to 1")
     draw(call.x, "probs", scalar, tensor, *call.operands)
     return call.result(return_valid)

@@ -55,7 +55,7 @@ def softmax(
         shape = tuple(temperature.shape)
         require(shape == (len(logits),), "temperature", shape, f"[{len(logits)}], one for each row")
         require(temperature.is_floating_point(), "temperature", temperature.dtype, "a floating-point dtype")
-    scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32, logits.device)
+    scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32)
     require(scalar is None or scalar >= 0, "temperature", scalar, "0 or more")
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     _softmax(logits, scalar, tensor, out)
@@ -82,8 +82,8 @@ def top_p_renorm_probs(
     Returns
     -------
     torch.Tensor
-        [batch, num_classes]; dtype of `probs`, or float32 of float64. Rows with NaN or inf are NaN; rows without a
-        probability above 0, or with an impossible `top_p`, are 0.
+        float32 [batch, num_classes]. Rows with NaN or inf are NaN; rows without a probability above 0, or with an
+        impossible `top_p`, are 0.
 
     Raises
     ------
@@ -96,9 +96,9 @@ def top_p_renorm_probs(
     >>> flashinfer.top_p_renorm_probs(torch.tensor([[0.25, 0.5, 0.25]]), 0.4)
     tensor([[0., 1., 0.]])
     """
-    probs = as_rows("probs", probs)
+    probs = as_rows("probs", probs).float()
     out = torch.empty_like(probs)
-    _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs), probs.device), out)
+    _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs)), out)
     return out
 
 
@@ -139,7 +139,7 @@ def top_k_renorm_probs(
     """
     probs = as_rows("probs", probs)
     out = torch.empty_like(probs)
-    _write_prefix(probs, False, *top_k_of(top_k, len(probs), probs.device), None, None, out)
+    _write_prefix(probs, False, *top_k_of(top_k, len(probs)), None, None, out)
     return out
 
 
@@ -174,7 +174,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     """
     logits = as_rows("logits", logits)
     out = torch.empty_like(logits)
-    _write_prefix(logits, True, *top_k_of(top_k, len(logits), logits.device), None, None, out)
+    _write_prefix(logits, True, *top_k_of(top_k, len(logits)), None, None, out)
     return out
 
 

@@ -181,8 +181,9 @@ def test_renorm_and_mask(variant, device, dtype):
         ]  # fmt: skip
         truth = torch.stack([distribution(row, columns) for row, columns in zip(probs, kept)])
         mask = truth > 0
-        same = torch.where(mask, probs, 0)
-        assert_close(out, same / same.sum(-1, keepdim=True, dtype=torch.float32).to(dtype), truth, name)
+        # Of top-p the result is float32, as upstream has it.
+        same = torch.where(mask, probs.float() if name == "top_p" else probs, 0)
+        assert_close(out, same / same.sum(-1, keepdim=True, dtype=torch.float32).to(same.dtype), truth, name)
     logits = (torch.randn(2, 150, device=device) * 100).to(dtype)
     truth = torch.stack([
         torch.where(torch.zeros(150, dtype=torch.bool, device=device).index_fill(
@@ -298,26 +299,35 @@ def test_impossible_parameters(variant, device):
     assert not sampling.top_k_renorm_probs(probs, ks)[1].any()
 
 
-def test_one_element_stands_for_all_rows(variant, device):
-    """Of any shape, on either device, for every filter and seed; and [batch, 1] for [batch]."""
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (1, 3), (2,)])
+def test_a_tensor_has_a_parameter_for_each_row(shape, device):
+    """As upstream has it: what holds for all rows is a number, and no tensor of one element or of more axes."""
     probs = rows_of_probs(3, 70, device)
-    seeds = dict(seed=torch.tensor([5]), offset=torch.tensor(6, device=device))
-    numbers = dict(seed=5, offset=6)
-    for where, shape in ((device, (1,)), ("cpu", ()), ("cpu", (1, 1))):
-        k = torch.full(shape, 4, dtype=torch.int64, device=where)
-        p = torch.full(shape, 0.5, device=where)
-        calls = (
-            (sampling.top_k_top_p_sampling_from_probs, (k, p), (4, 0.5)),
-            (sampling.min_p_sampling_from_probs, (p,), (0.5,)),
-        )
-        for function, given, same in calls:
-            assert_bitwise(function(probs, *given, **seeds), function(probs, *same, **numbers))
-        assert_bitwise(sampling.top_k_renorm_probs(probs, k), sampling.top_k_renorm_probs(probs, 4))
-        assert_bitwise(sampling.top_p_renorm_probs(probs, p.half()), sampling.top_p_renorm_probs(probs, 0.5))
-        assert_bitwise(sampling.top_k_mask_logits(probs, k.int()), sampling.top_k_mask_logits(probs, 4))
-    ks, ps = torch.tensor([1, 4, 70], device=device), torch.tensor([0.5, 0.1, 1.0], device=device)
-    assert_bitwise(sampling.top_k_renorm_probs(probs, ks[:, None]), sampling.top_k_renorm_probs(probs, ks))
-    assert_bitwise(sampling.top_p_renorm_probs(probs, ps[:, None]), sampling.top_p_renorm_probs(probs, ps))
+    k, p = torch.full(shape, 4, device=device), torch.full(shape, 0.5, device=device)
+    for name, call in (
+        ("top_k", lambda: sampling.top_k_sampling_from_probs(probs, k)),
+        ("top_p", lambda: sampling.top_p_sampling_from_probs(probs, p)),
+        ("min_p", lambda: sampling.min_p_sampling_from_probs(probs, p)),
+        ("top_k", lambda: sampling.top_k_top_p_sampling_from_probs(probs, k, 0.5)),
+        ("top_p", lambda: sampling.top_k_top_p_sampling_from_logits(probs, 4, p, filter_apply_order="joint")),
+        ("top_k", lambda: sampling.top_k_renorm_probs(probs, k)),
+        ("top_p", lambda: sampling.top_p_renorm_probs(probs, p)),
+        ("top_k", lambda: sampling.top_k_mask_logits(probs, k)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: got a tensor .*allowed: a tensor \[3\], or a number"):
+            call()
+    if shape != (1,):
+        with pytest.raises(ValueError, match=r"^seed: got .*allowed: a number, \[1\] or \[3\]"):
+            sampling.sampling_from_probs(probs, seed=k, offset=k)
+
+
+def test_renormalised_dtypes(device):
+    """Of top-p float32, whatever the probabilities come in, as upstream has it; of top-k theirs."""
+    probs = rows_of_probs(3, 70, device)
+    for dtype in (torch.float16, torch.bfloat16):
+        got = sampling.top_p_renorm_probs(probs.to(dtype), 0.5)
+        assert_bitwise(got, sampling.top_p_renorm_probs(probs.to(dtype).float(), 0.5))
+        assert sampling.top_k_renorm_probs(probs.to(dtype), 4).dtype == dtype
 
 
 def test_parameters_of_other_dtypes(variant, device):
@@ -376,7 +386,6 @@ def test_parameters_of_rows_that_are_drawn_from_several_times(variant, device):
     ):
         expected = function(probs, *(x[indices] for x in given), **seeds)
         assert_bitwise(function(probs, *given, **seeds), expected)
-        assert_bitwise(function(probs, *(x[:, None] for x in given), **seeds), expected)
     only_one = sampling.top_k_sampling_from_probs(probs, torch.ones_like(ks), **seeds)
     assert_bitwise(only_one, probs.argmax(1)[indices])
 
@@ -419,7 +428,7 @@ def test_seeds(device):
     draw = sampling.sampling_from_probs
     shared = draw(probs, seed=5, offset=6)
     assert len(set(shared.tolist())) == 3  # rows that share a seed draw numbers of their own
-    assert_bitwise(draw(probs, seed=torch.tensor(5, device=device), offset=torch.tensor([6], device=device)), shared)
+    assert_bitwise(draw(probs, seed=torch.tensor([5], device=device), offset=torch.tensor([6], device=device)), shared)
     # Offsets of their own are no seeds of their own.
     seed, offsets = torch.tensor([5], device=device), torch.full((3,), 6, device=device)
     assert_bitwise(draw(probs, seed=seed, offset=offsets), shared)
