@@ -124,7 +124,9 @@ def trtllm_batch_decode_with_kv_cache(
     max_q_len : int, optional
         The most queries of a request, with cum_seq_lens_q; tiles are chosen by it.
     cum_seq_lens_q : int32 Tensor [batch + 1], optional
-        First token of each request, for requests of different numbers of queries.
+        First token of each request, for requests of different numbers of queries. Rows in front of the first element
+        and from the last one on are of no request, as in a graph of more rows than a step has. They are not written,
+        and in a new output hold what its memory held, as upstream's do.
     kv_cache_sf, kv_block_scales : (Tensor, Tensor) or Tensor, optional
         One of the two, of an nvfp4 kv_cache: uint8 with head_dim / 2 last, two e2m1 a byte, the first in the low half.
         Its factors, float8_e4m3fn or uint8, laid out as kv_cache with head_dim / 16 last; a value is code * factor, and
