@@ -101,11 +101,16 @@ def prefills(x):
     third = flashinfer.trtllm_fmha_v2_prefill(
         (q, k, v), "SEPARATE_Q_K_V", scratch, lens, 3, 20, 0.1, 1.0, 2, ends, keys, save_softmax_stats=True
     )
+    fourth = flashinfer.cudnn.cudnn_batch_prefill_with_kv_cache(
+        q, *cache.unbind(1), 0.1, scratch, max_token_per_sequence=3, max_sequence_kv=20, actual_seq_lens_kv=lens,
+        actual_seq_lens_q=ends.diff(), block_tables=pages, causal=True, return_lse=True, batch_offsets_q=ends,
+        batch_offsets_units="tokens",
+    )  # fmt: skip
     heads = x.view(1, -1, 2, 32)
     last = flashinfer.prefill.fmha_v2_prefill_deepseek(
         heads, heads, heads, torch.empty_like(heads), 2, 32, heads.shape[1], 1.0, return_lse=True
     )
-    return *first, *second, *third, *last
+    return *first, *second, *third, *fourth, *last
 
 
 def latents(x):
@@ -116,7 +121,9 @@ def latents(x):
         q, cache, scratch, *sizes, pages, lens, 20, return_lse=True, **given
     )
     second = flashinfer.mla.xqa_batch_decode_with_kv_cache_mla(q, cache, scratch, *sizes, pages, lens, 20, **given)
-    return *first, second
+    chosen = torch.arange(16, dtype=torch.int32, device=x.device).expand(2, 16).contiguous()
+    third = flashinfer.decode.trtllm_batch_decode_sparse_mla_dsv4(q, cache[:, None], scratch, chosen, bmm1_scale=0.1)
+    return *first, second, third
 
 
 CALLS = norms, activations, choices, draws, attention, products, experts, convolutions, recurrences, decodes, prefills
