@@ -74,8 +74,8 @@ def top_p_renorm_probs(
         [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
         is, counts as 0).
     top_p : torch.Tensor or float
-        Above 0; a number, or a tensor [batch] with one for each row. From 1 on everything is kept. Of equal
-        probabilities those at lower indices come first.
+        Above 0; a number, or a tensor [batch] with one for each row. From 1 on everything is kept. Probabilities that
+        equal the least that is kept are kept, too.
     is_deterministic : bool
         Results depend on nothing but the arguments in either case.
 
@@ -108,7 +108,7 @@ def top_k_renorm_probs(
 ) -> torch.Tensor:
     """Keep the `top_k` largest probabilities of each row, divide them by their sum, and zero the others.
 
-    Exactly so many are kept; of equal ones those at lower indices come first.
+    Probabilities that equal the least of them are kept, too.
 
     Parameters
     ----------
@@ -153,8 +153,8 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
         [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. NaN counts as the
         largest.
     top_k : torch.Tensor or int
-        1 or more; a number, or a tensor [batch] with one for each row. Exactly so many are kept; of equal ones those
-        at lower indices come first. Rows with an impossible one are -inf.
+        1 or more; a number, or a tensor [batch] with one for each row. Logits that equal the least of them are kept,
+        too. Rows with an impossible one are -inf.
 
     Returns
     -------

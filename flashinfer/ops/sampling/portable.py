@@ -183,7 +183,7 @@ def write_kernel(
     pivot = tl.load(at + PIVOT)
     read = inside & may_reach(maxima, row, tile, tiles, pivot, TILE, GROUP)
     value = load_values(x + row.to(tl.int64) * multiple(x_row, UNIT), column, read, DOMAIN)
-    kept = read & is_kept(key_of(value).to(tl.int64), column, pivot, tl.load(at + RANK), columns, False)
+    kept = read & is_kept(key_of(value).to(tl.int64), column, pivot, tl.load(at + RANK), columns, None)
     if DOMAIN == PROBS:
         top = tl.load(numbers + row * NUMBERS + TOP)
         share = tl.math.div_rn(value, tl.load(numbers + row * NUMBERS + INSIDE))
@@ -283,6 +283,7 @@ def stages_of(problem: Prefix) -> Stages:
         statistics=distribution,
         mass=bool(problem.top_p) or problem.use == "renorm",
         race=drawing,
+        ties=True,
         seed=problem.seed,
         offset=problem.offset,
         indices=problem.indices,

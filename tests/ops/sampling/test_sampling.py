@@ -55,15 +55,17 @@ def rows_of_probs(rows, columns, device="cpu", spread=3.0):
 
 
 def kept_columns(probs, k=None, p=None, order="joint"):
-    """What the filters keep of one row, in float64: column indices, most probable first, of equal ones the first."""
+    """What the filters keep of one row, in float64: column indices, most probable first. Where one value is kept, all
+    that equal it are: upstream asks how many are greater, or how much they weigh."""
     values = [float(x) for x in probs.double()]
     order_of = sorted(range(len(values)), key=lambda i: (-values[i], i))
-    kept = order_of[: k if k is not None else len(values)]
+    k = len(values) if k is None else k
+    kept = [i for i in order_of if k > 0 and values[i] >= values[order_of[min(k, len(values)) - 1]]]
     if p is not None and p < 1:
         goal = p * sum(values[i] for i in kept) if order == "top_k_first" else p
         total, nucleus = 0.0, []
         for i in order_of:
-            if total >= goal:
+            if nucleus and total >= goal and values[i] != values[nucleus[-1]]:
                 break
             nucleus.append(i)
             total += values[i]
@@ -215,44 +217,52 @@ def test_softmax_of_rows_without_a_distribution(variant, device):
     assert sampling.softmax(torch.randn(5, 130, device=device), temperatures).isnan().all(1).tolist() == [0, 0, 1, 1, 0]
 
 
-def test_equal_values_are_taken_in_the_order_of_their_indices(variant, device):
+def test_equal_values_are_kept_together(variant, device):
+    """As upstream has it: what is greater than a value counts, and not what equals it."""
     probs = torch.full((3, 140), 1 / 140, device=device)
     probs[1, 100:] = 2 / 140
     probs[2] = 0
     probs[2, [9, 71, 133]] = 1 / 3
-    seeds = dict(seed=1, offset=2)
-    assert sampling.top_k_sampling_from_probs(probs, 1, **seeds).tolist() == [0, 100, 9]
-    assert sampling.top_p_sampling_from_probs(probs, 1e-6, **seeds).tolist() == [0, 100, 9]
-    kept = sampling.top_k_renorm_probs(probs, 2) > 0
-    assert [row.nonzero().flatten().tolist() for row in kept] == [[0, 1], [100, 101], [9, 71]]
-    kept = sampling.top_p_renorm_probs(probs, 0.5) > 0
-    assert [row.nonzero().flatten().tolist() for row in kept] == [list(range(70)), list(range(100, 135)), [9, 71]]
+    whole, equal = list(range(140)), [list(range(140)), list(range(100, 140)), [9, 71, 133]]
+    for out in (
+        sampling.top_k_renorm_probs(probs, 2), sampling.top_k_renorm_probs(probs, torch.full((3,), 2, device=device)),
+        sampling.top_p_renorm_probs(probs, 0.25),
+    ):  # fmt: skip
+        assert [row.nonzero().flatten().tolist() for row in out] == equal
+        torch.testing.assert_close(out.sum(1), torch.ones(3, device=device))
+    kept = sampling.top_k_renorm_probs(probs, 41) > 0
+    assert [row.nonzero().flatten().tolist() for row in kept] == [whole, whole, [9, 71, 133]]
     masked = sampling.top_k_mask_logits(torch.tensor([[0.0, -0.0, -1.0, 0.0]], device=device), 2)
-    assert masked.isfinite().tolist() == [[True, True, False, False]]
+    assert masked.isfinite().tolist() == [[True, True, False, True]]
+    half = torch.randn(2, 300, device=device).mul(4).round().half()
+    for k in (1, 20, 299):
+        least = half.sort(1, descending=True).values[:, k - 1 : k]
+        assert_bitwise(sampling.top_k_mask_logits(half, k), half.where(half >= least, -torch.inf))
 
 
 def test_a_flat_row_has_more_in_between_than_the_list_holds(variant, device, monkeypatch):
     use_tiles(2048, monkeypatch)
     probs = torch.full((1, 5000), 1 / 5000, device=device)
-    probs[0, 4999] = 2 / 5000
+    probs[0, 4999], probs[0, 17] = 2 / 5000, 0.5 / 5000
     functions = [lambda x: sampling.top_p_renorm_probs(x, 0.5001), lambda x: sampling.top_k_renorm_probs(x, 2500)]
     # The search by masses does all that the search by counts does, and the interpreter takes seconds for each.
     for function in functions[: 1 if device.type == "cpu" else 2]:
-        assert (function(probs) > 0).nonzero()[:, 1].tolist() == [*range(2499), 4999]
+        assert (function(probs) == 0).nonzero()[:, 1].tolist() == [17]
 
 
 @pytest.mark.parametrize("columns", [150, pytest.param(9001, marks=pytest.mark.gpu)])
-def test_draws_from_equal_values_are_those_of_the_first(variant, device, columns):
+def test_draws_from_equal_values(variant, device, columns):
     """More are equal to the k-th than a list holds, on a GPU; the same where k is in a tensor."""
-    probs = torch.full((2, columns), 1 / columns, device=device)
-    probs[1, -1] = 0.5
-    seeds = dict(seed=torch.arange(2, device=device), offset=torch.tensor([3], device=device))
-    tokens = sampling.top_k_top_p_sampling_from_probs(probs, 8, 0.5, **seeds)
-    assert tokens[0] < 4 and tokens[1] == columns - 1
-    mixed = sampling.top_k_top_p_sampling_from_probs(probs, torch.tensor([8, columns - 1], device=device), 0.5, **seeds)
-    assert mixed[0] == tokens[0]
-    large = sampling.top_k_top_p_sampling_from_probs(probs[1:], columns - 1, 0.5, seed=1, offset=3)
-    assert_bitwise(mixed[1:], large)
+    probs = torch.full((66, columns), 1 / columns, device=device)
+    probs[:, 3], probs[-1, -1] = 0, 0.5
+    seeds = dict(seed=torch.arange(66, device=device), offset=torch.tensor([3], device=device))
+    tokens = sampling.top_k_top_p_sampling_from_probs(probs, 8, 0.2, **seeds)
+    assert tokens[-1] == columns - 1 and not (tokens == 3).any()
+    # Any of a flat row's may be drawn: 65 draws reach past its first eight.
+    assert tokens[:-1].max() > columns // 2
+    ks = torch.full((66,), 8, device=device)
+    ks[-1] = columns - 1
+    assert_bitwise(sampling.top_k_top_p_sampling_from_probs(probs, ks, 0.2, **seeds), tokens)
 
 
 def test_rows_that_cannot_be_drawn_from(variant, device):
