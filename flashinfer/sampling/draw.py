@@ -143,7 +143,7 @@ def top_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from the fewest most probable ones whose probabilities sum to `top_p` (nucleus sampling).
 
-    Of equal probabilities those at lower indices come first.
+    Those that equal the least of them may be drawn, too.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def top_k_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from the `top_k` most probable ones.
 
-    Of equal probabilities those at lower indices come first.
+    Those that equal the least of them may be drawn, too.
 
     Parameters
     ----------
