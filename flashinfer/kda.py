@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import NoPlan, check_both, require
+from flashinfer._core.custom_op import one_op
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INDICES,
@@ -27,7 +28,50 @@ from flashinfer.ops.recurrent.delta.operands import Kept, Pool, Tokens
 __all__ = ["RecurrentKDAPrefillWrapper", "recurrent_kda"]
 
 
-@checked
+def _output(its: dict) -> torch.Tensor:
+    shape = *its["q"].shape[:2], *its["v"].shape[2:]
+    return its["q"].new_empty(shape) if its["output"] is None else its["output"]
+
+
+def _state(its: dict) -> torch.Tensor | None:
+    """New states are made for a caller who wants them; how many slots `ssm_state_indices` name is not known."""
+    q, v, slots = its["q"], its["v"], its["ssm_state_indices"]
+    if its["initial_state"] is not None or not its["output_final_state"] or slots is not None:
+        return its["initial_state"]
+    n = q.shape[0] if its["cu_seqlens"] is None else len(its["cu_seqlens"]) - 1
+    return q.new_zeros(n * (1 + (its["num_spec_tokens"] or 0)), *v.shape[2:], q.shape[3])
+
+
+def _has_marks(its: dict) -> bool:
+    names = "checkpoint_every_n_tokens", "state_checkpoints", "checkpoint_cu_starts"
+    return bool(its[names[0]]) or any(its[name] is not None for name in names[1:])
+
+
+def _marks(its: dict) -> torch.Tensor | None:
+    # Their number is only on the device where none are given.
+    missing = _has_marks(its) and its["state_checkpoints"] is None
+    require(not missing, "state_checkpoints", None, "a tensor under torch.compile")
+    return its["state_checkpoints"]
+
+
+def _results(its: dict) -> tuple:
+    missing = its["output_final_state"] and its["initial_state"] is None
+    require(not missing, "initial_state", None, "a tensor under torch.compile, with ssm_state_indices")
+    result = its["output"], its["initial_state"] if its["output_final_state"] else None
+    return (*result, its["state_checkpoints"]) if _has_marks(its) else result
+
+
+@one_op(
+    written=("initial_state", "output", "state_checkpoints", "correction_cache", "kg_cache"),
+    given={
+        "output": _output,
+        "initial_state": _state,
+        "state_checkpoints": _marks,
+        # It has no effect, and no op takes one.
+        "prefill_workspace": lambda its: None,
+    },
+    returned=_results,
+)
 @named(state="initial_state")
 def recurrent_kda(
     q: torch.Tensor,
@@ -440,25 +484,8 @@ class RecurrentKDAPrefillWrapper:
         if self._offsets is None:
             raise NoPlan("RecurrentKDAPrefillWrapper.run: got no plan; allowed: after plan()")
         return recurrent_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            scale,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            lower_bound,
-            self._offsets,
-            ssm_state_indices,
-            output=output,
-            beta_is_logit=beta_is_logit,
-            state_checkpoints=state_checkpoints,
-            checkpoint_cu_starts=checkpoint_cu_starts,
-            checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-            checkpoint_state_indices=checkpoint_state_indices,
-        )
+            q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, lower_bound, self._offsets, ssm_state_indices, output=output,
+            beta_is_logit=beta_is_logit, state_checkpoints=state_checkpoints, checkpoint_cu_starts=checkpoint_cu_starts,
+            checkpoint_every_n_tokens=checkpoint_every_n_tokens, checkpoint_state_indices=checkpoint_state_indices,
+        )  # fmt: skip

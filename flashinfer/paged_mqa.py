@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flashinfer._core.arguments import checked
@@ -38,7 +40,8 @@ def fp8_paged_mqa_logits(
         may be further apart. Any page size.
     weights : float32 Tensor [batch * next_n, num_heads]
     context_lens : int32 Tensor [batch], or [batch, next_n]
-        Keys of each request, or of each query.
+        Keys of each request, or of each query. Keys past those of block_table are refused on a CPU, and not there on a
+        card, which is not waited for.
     block_table : int32 Tensor [batch, max_pages]
         Page ids of each request; past its keys anything.
     schedule_meta : Tensor, optional
@@ -107,7 +110,11 @@ def _fp8_paged_mqa_logits(
                       out=dtype_name(logits.dtype))  # fmt: skip
     choice = mqa_logits(problem, device)
     weights = weights.reshape(-1, heads).contiguous()
-    choice.run(q, keys, scales, weights, lens.contiguous().view(-1), tables, logits, logits.shape[1])
+    # On a card nothing looks at the lengths: no column past the table's keys is computed.
+    columns = min(logits.shape[1], tables.shape[1] * kv_cache.shape[1])
+    if clean_logits and columns < logits.shape[1]:
+        logits[:, columns:] = -math.inf
+    choice.run(q, keys, scales, weights, lens.contiguous().view(-1), tables, logits[:, :columns], columns)
 
 
 def _parts(kv_cache: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

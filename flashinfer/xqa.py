@@ -8,8 +8,9 @@ import types
 
 import torch
 
-from flashinfer._core.arguments import named, untraced
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import check_apart, require
+from flashinfer._core.custom_op import one_op
 from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import KvLayout
 from flashinfer._direct.given import scale, whole, with_pages
@@ -21,7 +22,7 @@ __all__ = ["xqa", "xqa_mla"]
 
 
 @direct(writes=("output",))
-@untraced
+@one_op(("output",), {}, lambda its: None, between=True)
 @named(query="q", kv_cache="k_cache", block_tables="page_table", out="output", kv_block_scales="k_sf_cache",
        kv_cache_sf="k_sf_cache", o_data_type="output", q_data_type="q", kv_data_type="k_cache",
        bmm1_scale="q_scale", bmm2_scale="kv_scale", window_left="sliding_win_size", q_len_per_req="q_seq_len",

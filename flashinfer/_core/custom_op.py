@@ -6,12 +6,13 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import between_graphs, checked
 from flashinfer._core.checks import check_apart, require
+from flashinfer._core.packed import SEPARATOR, joined, packed, unpacked
 from flashinfer._core.tracing import is_traced
 
 _libraries: list[torch.library.Library] = []
@@ -81,57 +82,67 @@ def custom_op(
     return decorate
 
 
-def one_op(written: tuple[str, ...], given: dict[str, Callable], returned: Callable) -> Callable:
+def one_op(
+    written: tuple[str, ...], given: dict[str, Callable], returned: Callable, made: Callable | None = None,
+    between: bool = False,
+) -> Callable:  # fmt: skip
     """`checked`; and torch.compile sees a call of the function as one op, which checks its arguments when it runs.
 
-    For functions that write everything they compute into arguments.
+    Arguments may be of any kind that `packed` takes.
 
     Parameters
     ----------
     written : tuple of str
-        Every tensor argument that the function writes.
+        Every tensor argument that the function writes, and the names of `made`.
     given : dict of callables
         What an argument becomes before the op, by the arguments by name: an output of the op's own, for one.
     returned : callable
         The function's result, of the arguments by name.
+    made : callable, optional
+        New tensors in the function's result, by names that no argument has; of those that `given` made, and which are
+        tensors, the op's outputs are copies.
+    between : bool
+        Have torch's compiler call the function between two graphs, which may keep memory that it allocates; it is an op
+        of other tracers, as those of fake tensors.
     """
 
     def decorate(function: Callable) -> Callable:
-        parameters = inspect.signature(function).parameters
-        marks = {each: f"(a{i}!)" for i, each in enumerate(written)}
-        schema = ", ".join(f"{_type_of(p.annotation, marks.get(each, ''))} {each}" for each, p in parameters.items())
-        defaults = {each: p.default for each, p in parameters.items()}
+        defaults = {each: p.default for each, p in inspect.signature(function).parameters.items()}
 
-        # A text or a flag goes through the op as a text.
-        mixed = [each for each, p in parameters.items() if {"bool", "str"} <= set(p.annotation.split(" | "))]
+        def run(outputs, places, tensors, floats, ints, names, words):
+            its = unpacked(tensors, floats, ints, names, words)["its"]
+            its |= zip(places.split(), outputs, strict=True)
+            new = {each: its.pop(each) for each in list(its) if each not in defaults}
+            result = function(**its)
+            found = made(result) if made else {}
+            for each, output in new.items():
+                require(found[each].shape == output.shape, each, tuple(found[each].shape), f"{tuple(output.shape)}")
+                output.copy_(found[each])
 
-        def by_name(*values):
-            arguments = dict(zip(defaults, values))
-            for each in mixed:
-                arguments[each] = {"True": True, "False": False}.get(arguments[each], arguments[each])
-            function(**arguments)
+        op = _registered(f"flashinfer::{function.__name__}", _PACKED, run, _returns_none)
 
-        op = _registered(f"flashinfer::{function.__name__}", f"({schema}) -> ()", by_name, _returns_none)
+        outside = between_graphs(checked(function)) if between else None
 
         def traced(*args, **named):
-            arguments = defaults | dict(zip(defaults, args)) | named
+            if outside and torch.compiler.is_compiling():
+                return outside(*args, **named)
+            its = defaults | dict(zip(defaults, args)) | named
             for each, make in given.items():
-                arguments[each] = make(arguments)
-            for each in mixed:
-                flag = isinstance(arguments[each], bool)
-                arguments[each] = str(arguments[each]) if flag else arguments[each]
-            op(*arguments.values())
-            return returned(arguments)
+                its[each] = make(its)
+            outputs = {each: its[each] for each in written if isinstance(its.get(each), torch.Tensor)}
+            others = {each: value for each, value in its.items() if each not in outputs and each in defaults}
+            op(list(outputs.values()), " ".join(outputs), *packed({"its": others}))
+            return returned(its)
 
         return checked(function, traced)
 
     return decorate
 
 
-def _type_of(annotation: str, mark: str) -> str:
-    """What a schema calls an annotation; what is no tensor and no number alone is a text."""
-    kinds = {"torch.Tensor": f"Tensor{mark}?", "str": "str?", "bool": "bool?", "int": "int?", "float": "float?"}
-    return next((kind for name, kind in kinds.items() if name in annotation.split(" | ")), "str?")
+# Outputs and their names, and the other arguments.
+_PACKED = (
+    "(Tensor(a!)[] outputs, str places, Tensor[] tensors, float[] floats, SymInt[] ints, str names, str words) -> ()"
+)
 
 
 def _registered(name: str, schema: str, function: Callable, fake: Callable):
@@ -149,19 +160,6 @@ def _registered(name: str, schema: str, function: Callable, fake: Callable):
 
 def _returns_none(*args, **kwargs) -> None:
     return None
-
-
-# Between texts that an op takes as one, for a schema has no lists of texts. Not a new line: torch's compiler writes an
-# op's arguments into comments of its code as they are, and what followed would be code.
-SEPARATOR = ";"
-
-
-def joined(texts: Iterable[tuple[str, str]]) -> str:
-    """The texts of (argument, text) as one; ValueError names the argument whose text would be read as several."""
-    for argument, text in texts:
-        plain = SEPARATOR not in text and text.isprintable()
-        require(plain, argument, repr(text), f"a text of printable characters without {SEPARATOR!r}")
-    return SEPARATOR.join([text for _, text in texts])
 
 
 # What the values of a record become, by type: lists, and parts of one text.

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.checks import require
 
-_SCALES = (torch.float32, torch.float16, torch.bfloat16)
+_SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def scales(name: str, value, device: torch.device, entries: int = 1) -> torch.Tensor:
@@ -20,7 +20,7 @@ def scales(name: str, value, device: torch.device, entries: int = 1) -> torch.Te
         known = isinstance(value, (int, float)) and not isinstance(value, bool)
         require(known, name, repr(value), allowed)
         return torch.full((1,), float(value), dtype=torch.float32, device=device)
-    require(value.dtype in _SCALES, name, value.dtype, "float32, float16, bfloat16")
+    require(value.dtype in _SCALES, name, value.dtype, "float32, float16, bfloat16, float64")
     require(value.numel() in (1, entries), name, tuple(value.shape), allowed)
     near = value.device == device or (value.numel() == 1 and not value.is_meta)
     require(near, name, f"a tensor on {value.device}", f"{device}, where the rows are")

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.arguments import named, untraced
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import UnsupportedConfig, dtype_name, present, require, require_tensor
+from flashinfer._core.custom_op import one_op
 from flashinfer._core.direct_replay import direct
 from flashinfer._direct.given import check_bound, flag, head_sinks, real, scale, whole, with_pages
-from flashinfer._direct.outputs import Output
+from flashinfer._direct.outputs import Output, attention_op
 from flashinfer._direct.pages import as_one_type, gathered, in_blocks
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, scales_of, value_dim
 from flashinfer.ops.attention.masks import chunk_mask
@@ -22,8 +23,25 @@ _LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD",
 _MASKS = ("causal", "sliding_window", "chunked", "padding")
 
 
+def _like_queries(its: dict) -> tuple:
+    query, kv = _operands(its["qkv"], its["input_layout"])
+    return (*query.shape[:2], value_dim(kv)), query.dtype, query.device
+
+
+def _stats(its: dict) -> torch.Tensor | None:
+    shape, _, device = _like_queries(its)
+    return torch.empty((*shape[:2], 2), dtype=torch.float32, device=device) if its["save_softmax_stats"] else None
+
+
 @direct(bounds=("max_kv_len",))
-@untraced
+@attention_op(
+    _like_queries,
+    ("out",),
+    lambda its: its["out"] if its["stats"] is None else (its["out"], its["stats"]),
+    given={"stats": _stats},
+    written=("stats",),
+    made=lambda result: {"stats": result[1]} if isinstance(result, tuple) else {},
+)
 @named(q_data_type="qkv", num_qo_heads="qkv", head_dim_qk="qkv", kv_data_type="qkv",
        num_kv_heads="qkv", head_dim_vo="qkv", page_size="qkv", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_cache="qkv", qo_indptr="cum_seq_lens_q",
@@ -199,7 +217,18 @@ def _stats_of(lse: torch.Tensor) -> torch.Tensor:
     return torch.stack((shift, (shift != -math.inf).float()), -1)
 
 
-@untraced
+def _new_lse(its: dict) -> torch.Tensor | None:
+    if its["lse"] is not None or not its["return_lse"]:
+        return its["lse"]
+    return torch.empty((*its["query"].shape[:3], 2), dtype=torch.float32, device=its["query"].device)
+
+
+@one_op(
+    ("out", "lse"),
+    {"lse": _new_lse},
+    lambda its: (its["out"], its["lse"]) if its["return_lse"] else its["out"],
+    between=True,
+)
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
        num_kv_heads="key", head_dim_vo="value", page_size="key", kv_cache="key", q_scale="scale_bmm1",
        v_scale="scale_bmm2")  # fmt: skip

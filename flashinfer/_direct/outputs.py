@@ -3,18 +3,63 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.custom_op import one_op
 from flashinfer.ops import layouts
-from flashinfer.ops.attention.engine import output_of
+from flashinfer.ops.attention.engine import output_of, value_dim
 from flashinfer.quantization import _rows
 from flashinfer.utils import FP4Tensor
 
 # Elements of an nvfp4 block.
 _BLOCK = 16
+
+
+def attention_op(shape_of: Callable, outputs: tuple[str, ...] = ("out", "lse"), returned: Callable | None = None,
+                 **others) -> Callable:  # fmt: skip
+    """`one_op` of a function that writes `out` and `lse`; torch's compiler calls it between two graphs.
+
+    Parameters
+    ----------
+    shape_of : callable
+        Of the arguments by name: the shape of the output, its dtype where no `out_dtype` says it, and its device.
+    outputs : tuple of str
+        "out", and "lse" where the function has it.
+    returned : callable, optional
+        As of `one_op`; by default `out`, with `return_lse` and `lse`.
+    others
+        Further arguments of `one_op`; those of "given" are of arguments that are no output.
+    """
+
+    def out_of(its: dict) -> torch.Tensor:
+        out, dtype = its["out"], its.get("out_dtype")
+        fp4 = dtype == "nvfp4" or not isinstance(out, torch.Tensor | None)
+        require(not fp4, "out_dtype", "nvfp4 without memory, as under fake tensors", "another dtype")
+        shape, default, device = shape_of(its)
+        return torch.empty(shape, dtype=as_dtype(dtype, default, "out_dtype"), device=device) if out is None else out
+
+    def lse_of(its: dict) -> torch.Tensor | None:
+        if its["lse"] is not None or not its["return_lse"]:
+            return its["lse"]
+        shape, _, device = shape_of(its)
+        return torch.empty((math.prod(shape[:-2]), shape[-2]), dtype=torch.float32, device=device)
+
+    def results(its: dict):
+        return (its["out"], its["lse"]) if its.get("return_lse") else its["out"]
+
+    given = {**others.pop("given", {}), "out": out_of, **({"lse": lse_of} if "lse" in outputs else {})}
+    written = (*outputs, *others.pop("written", ()))
+    return one_op(written, given, returned or results, between=True, **others)
+
+
+def like_query(its: dict) -> tuple:
+    """`shape_of` of a paged cache."""
+    query = its["query"]
+    return (*query.shape[:2], value_dim(its["kv_cache"])), query.dtype, query.device
 
 
 class Output:

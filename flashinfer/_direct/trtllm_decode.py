@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import named, untraced
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import check_values, require
 from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole, with_pages
-from flashinfer._direct.outputs import Output
+from flashinfer._direct.outputs import Output, attention_op, like_query
 from flashinfer._direct.pages import as_one_type, gathered, pair_of
 from flashinfer.ops.attention.engine import attend_pages, factors_of, flat_integers, refuse, scales_of, value_dim
 from flashinfer.ops.attention.masks import draft_mask, shard_mask
@@ -17,8 +17,12 @@ from flashinfer.ops.kv_layout import LAYOUTS, check_layout
 from flashinfer.utils import FP4Tensor
 
 
+# No op takes hints of any type, and they change nothing.
+_HINTS = dict.fromkeys(("request_order", "request_order_plan"), lambda its: None)
+
+
 @direct(bounds=("max_seq_len",))
-@untraced
+@attention_op(like_query, given=_HINTS)
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
@@ -120,7 +124,9 @@ def trtllm_batch_decode_with_kv_cache(
     max_q_len : int, optional
         The most queries of a request, with cum_seq_lens_q; tiles are chosen by it.
     cum_seq_lens_q : int32 Tensor [batch + 1], optional
-        First token of each request, for requests of different numbers of queries.
+        First token of each request, for requests of different numbers of queries. Rows in front of the first element
+        and from the last one on are of no request, as in a graph of more rows than a step has. They are not written,
+        and in a new output hold what its memory held, as upstream's do.
     kv_cache_sf, kv_block_scales : (Tensor, Tensor) or Tensor, optional
         One of the two, of an nvfp4 kv_cache: uint8 with head_dim / 2 last, two e2m1 a byte, the first in the low half.
         Its factors, float8_e4m3fn or uint8, laid out as kv_cache with head_dim / 16 last; a value is code * factor, and
@@ -282,8 +288,21 @@ def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch
     return dict(q_len=q_len), q_len
 
 
+def _in_requests(result: torch.Tensor, query: torch.Tensor, seq_lens: torch.Tensor, out, indptr) -> torch.Tensor:
+    """A new output with an axis for several queries of a request."""
+    batch = seq_lens.numel()
+    if out is not None or indptr is not None or len(query) <= batch:
+        return result
+    return result.unflatten(0, (batch, -1))
+
+
 @direct(bounds=("max_seq_len",))
-@untraced
+@attention_op(
+    like_query,
+    ("out",),
+    lambda its: _in_requests(its["out"], its["query"], its["seq_lens"], its["own"], its["q_cu_seq_lens"]),
+    given={"own": lambda its: its["out"]},
+)
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_indptr="seq_lens", num_heads="query", max_q_len="q_len_per_req",
@@ -348,7 +367,4 @@ def xqa_batch_decode_with_kv_cache(
         max_q_len=None if q_cu_seq_lens is None else q_len_per_req, cum_seq_lens_q=q_cu_seq_lens,
         kv_cache_sf=kv_cache_sf,
     )  # fmt: skip
-    batch = seq_lens.numel()
-    if out is not None or q_cu_seq_lens is not None or len(query) <= batch:
-        return result
-    return result.unflatten(0, (batch, -1))
+    return _in_requests(result, query, seq_lens, out, q_cu_seq_lens)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import named, untraced
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import require
 from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole, with_pages
-from flashinfer._direct.outputs import Output
+from flashinfer._direct.outputs import Output, attention_op, like_query
 from flashinfer._direct.pages import as_one_type, gathered
 from flashinfer._direct.sage import widened
 from flashinfer.ops.attention.engine import (
@@ -23,7 +23,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @direct(bounds=("max_kv_len",))
-@untraced
+@attention_op(like_query)
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="cum_seq_lens_kv",
@@ -137,8 +137,19 @@ def trtllm_batch_context_with_kv_cache(
     ))  # fmt: skip
 
 
+def _like_values(its: dict) -> tuple:
+    query = its["query"]
+    return (*query.shape[:2], its["value"].shape[-1]), _o_dtype(query, its["out"]) or query.dtype, query.device
+
+
+def _o_dtype(query: torch.Tensor, out) -> torch.dtype | None:
+    """Of a new output of queries in eight bits."""
+    narrow = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    return torch.bfloat16 if narrow and out is None else None
+
+
 @direct(bounds=("max_kv_len",))
-@untraced
+@attention_op(_like_values)
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
        num_kv_heads="key", head_dim_vo="value", page_size="key", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_cache="key", sinks="attention_sinks", qo_indptr="cum_seq_lens_q",
@@ -250,8 +261,7 @@ def trtllm_ragged_attention_deepseek(
         flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1),
         flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", device, batch + 1), kv_lens=kv_lens,
     )  # fmt: skip
-    narrow = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-    default = torch.bfloat16 if narrow and out is None else None
+    default = _o_dtype(query, out)
     if any(sfs is not None for sfs in sage_attn_sfs):
         dtype = out.dtype if isinstance(out, torch.Tensor) and out.dtype in _HALVES else torch.bfloat16
         kv_indptr = table.kv_indptr

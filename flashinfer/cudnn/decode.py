@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.arguments import named, untraced
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import require
 from flashinfer._core.direct_replay import direct
 from flashinfer._direct.given import (
     check_bound, check_caches, head_sinks, most_rows, scale as scale_of, whole, with_pages,
 )  # fmt: skip
-from flashinfer._direct.outputs import Output
+from flashinfer._direct.outputs import Output, attention_op
 from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_of
 
 
+def _like_q(its: dict) -> tuple:
+    q = its["q"]
+    return (*q.shape[:2], its["v_cache"].shape[-1]), q.dtype, q.device
+
+
 @direct(bounds=("max_sequence_kv",))
-@untraced
+@attention_op(_like_q)
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",
        qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q",

@@ -7,19 +7,25 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import check_apart, check_values, require
+from flashinfer._core.arguments import named
+from flashinfer._core.checks import as_dtype, check_apart, check_values, require
 from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend, LseBase
 from flashinfer._direct.given import check_caches, flag, most_rows
 from flashinfer._direct.given import scale as scale_of
+from flashinfer._direct.outputs import attention_op
 from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, integers, output_of
 from flashinfer.ops.attention.tables import Table
 
 
+def _like_q(its: dict) -> tuple:
+    q = its["q"]
+    return (*q.shape[:2], its["v_cache"].shape[-1]), as_dtype(its["o_data_type"], q.dtype, "o_data_type"), q.device
+
+
 @direct(bounds=("max_sequence_kv",), only_with="block_tables")
-@untraced
+@attention_op(_like_q, returned=lambda its: (its["out"], its["lse"]))
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",
        qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q", seq_lens="actual_seq_lens_kv",

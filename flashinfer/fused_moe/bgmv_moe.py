@@ -8,17 +8,10 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, check_values, dtype_name, require, same_device
-from flashinfer._core.custom_op import custom_op
+from flashinfer._core.custom_op import custom_op, one_op
 from flashinfer.ops.moe import lora as room
 
-__all__ = [
-    "BGMVMoEPlan",
-    "bgmv_moe",
-    "bgmv_moe_expand",
-    "bgmv_moe_shrink",
-    "fill_w_ptr",
-    "prepare_bgmv_moe",
-]
+__all__ = ["BGMVMoEPlan", "bgmv_moe", "bgmv_moe_expand", "bgmv_moe_shrink", "fill_w_ptr", "prepare_bgmv_moe"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -235,7 +228,11 @@ def _expand(
         _run(_Call(x[s], matrices, routed, slice_start_loc[s : s + 1], False, finalize), y)
 
 
-@checked
+def _sums(its: dict) -> torch.Tensor:
+    return _accumulator(its["x"], its["lora_b_weights"], its["output_dim"]).to(its["x"].dtype)
+
+
+@one_op(("sums",), {"sums": _sums}, returned=lambda its: its["sums"], made=lambda x: {"sums": x})
 def bgmv_moe(
     x: torch.Tensor,
     lora_a_weights: list[torch.Tensor],

@@ -11,9 +11,16 @@ from flashinfer import sampling
 from flashinfer._core.checks import WrongKind, require, same_device
 from flashinfer.logits_processor.op import ParameterizedOp
 from flashinfer.logits_processor.types import TaggedTensor, TensorType
-from flashinfer.sampling.arguments import per_row
 
 LOGITS, PROBS, INDICES = TensorType.LOGITS, TensorType.PROBS, TensorType.INDICES
+
+
+def per_row(name: str, value: torch.Tensor, batch: int, device: torch.device) -> torch.Tensor | float:
+    """A tensor as [batch]; one element holds for all rows, and where it is on another device it is a number."""
+    if value.numel() == 1 and not value.is_meta:
+        return value.reshape(1).expand(batch) if value.device == device else value.item()
+    require(value.shape in ((batch,), (batch, 1)), name, tuple(value.shape), f"[{batch}], or one element")
+    return value.reshape(batch)
 
 
 def _of_rows(name: str, value, x: torch.Tensor) -> torch.Tensor | float:
@@ -23,8 +30,13 @@ def _of_rows(name: str, value, x: torch.Tensor) -> torch.Tensor | float:
     if isinstance(value, torch.Tensor):
         same_device(x=x, **{name: value})
         return value[:, None]
+    return _number(name, value)
+
+
+def _number(name: str, value) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise WrongKind(f"{name}: got {value!r}; allowed: a number, or a tensor")
+    require(name != "temperature" or value > 0, name, value, "above 0")
     return float(value)
 
 
@@ -35,11 +47,12 @@ class TemperatureOp(ParameterizedOp):
     def __call__(self, tensor, **kwargs):
         logits = tensor.data
         temperature = _of_rows("temperature", self.runtime(kwargs)["temperature"], logits)
-        each = isinstance(temperature, torch.Tensor)
-        require(each or temperature > 0, "temperature", temperature, "above 0")
+        if isinstance(temperature, torch.Tensor):
+            # 0 stands for equal logits in `flashinfer.softmax`, as infinity does.
+            temperature = temperature.where(temperature != 0, torch.inf).where(temperature >= 0, torch.nan)
+        scaled = logits / temperature
         # -inf stays -inf at a temperature of infinity.
-        scaled = (logits / temperature).where(logits != -torch.inf, -torch.inf)
-        return TaggedTensor.logits(scaled.where(temperature > 0, torch.nan) if each else scaled)
+        return TaggedTensor.logits(scaled.where((logits != -torch.inf) | (temperature != temperature), -torch.inf))
 
 
 class SoftmaxOp(ParameterizedOp):
@@ -59,7 +72,8 @@ class FusedTemperatureSoftmaxOp(SoftmaxOp):
         if isinstance(temperature, torch.Tensor):
             # One for all rows, or one for each, as the steps that this stands for have it.
             temperature = per_row("temperature", temperature, len(tensor.data), tensor.data.device)
-            given["temperature"] = temperature.float() if isinstance(temperature, torch.Tensor) else temperature
+        each = isinstance(temperature, torch.Tensor)
+        given["temperature"] = temperature.float() if each else _number("temperature", temperature)
         return TaggedTensor.probs(sampling.softmax(tensor.data, **given))
 
 

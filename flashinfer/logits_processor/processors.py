@@ -77,7 +77,8 @@ class Temperature(LogitsProcessor):
     ----------
     **params
         `temperature`, if it is fixed; else it is given at run time: a number above 0, or a tensor [batch] or
-        [batch, 1]. A row whose temperature is not above 0 is NaN.
+        [batch, 1]. A row whose temperature is 0 has equal logits, but for those of -inf, as `flashinfer.softmax` has
+        it; one whose temperature is negative or NaN is NaN.
 
     Examples
     --------

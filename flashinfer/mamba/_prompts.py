@@ -58,14 +58,8 @@ def check_sequences(tables: dict, x, initial_states, num_seqs, update: bool) -> 
         value = tables[name]
         dtypes = (torch.int32,) if name == "seq_chunk_cumsum" else INDEX
         check_tensor(name, value, (value.numel(),) if value is not None else (), dtypes)
-    counts = {"x": None if packed else x.shape[0], "num_seqs": num_seqs}
-    for name in ("cu_seqlens", "seq_chunk_cumsum"):
-        counts[name] = None if tables[name] is None else len(tables[name]) - 1
-    counts["state_indices"] = None if slots is None else len(slots)
     require(slots is None or initial_states is not None, "initial_states", None, "a pool with state_indices")
-    if slots is None and initial_states is not None and initial_states.dim():
-        counts["initial_states"] = len(initial_states)
-    known = {name: count for name, count in counts.items() if count is not None}
+    known = counts_of(tables, x, initial_states, num_seqs)
     require(bool(known), "num_seqs", None, "the count of sequences, which nothing else says")
     if offsets is not None and offsets.device.type == "cpu":
         check_indptr("cu_seqlens", offsets.numpy(), x.shape[1], "the tokens of x", sliced=True)
@@ -76,6 +70,18 @@ def check_sequences(tables: dict, x, initial_states, num_seqs, update: bool) -> 
         for name in ("seq_chunk_cumsum", "chunk_indices"):
             require(tables[name] is not None, name, None, "a tensor with update_seq_chunk_cumsum")
     return n
+
+
+def counts_of(tables: dict, x, initial_states, num_seqs) -> dict[str, int]:
+    """How many sequences there are, by the names of those that say it."""
+    slots, packed = tables["state_indices"], tables["seq_idx"] is not None or tables["cu_seqlens"] is not None
+    counts = {"x": None if packed else x.shape[0], "num_seqs": num_seqs}
+    for name in ("cu_seqlens", "seq_chunk_cumsum"):
+        counts[name] = None if tables[name] is None else len(tables[name]) - 1
+    counts["state_indices"] = None if slots is None else len(slots)
+    if slots is None and initial_states is not None and initial_states.dim():
+        counts["initial_states"] = len(initial_states)
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 def check_marks(tables: dict, states, n: int, dtype) -> room.Marks | None:

@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, dtype_name, present, require, rows_of, same_device
+from flashinfer._core.custom_op import one_op
 from flashinfer.mamba._operands import check_tensor
 from flashinfer.mamba._prompts import (
     FLOATS,
@@ -16,6 +17,7 @@ from flashinfer.mamba._prompts import (
     check_inputs,
     check_marks,
     check_sequences,
+    counts_of,
     first_segments,
     offsets_of,
     require_dtype,
@@ -28,7 +30,35 @@ __all__ = ["SSDCombined", "ssd_combined_fwd"]
 _BACKENDS = ("auto", "cake", "cute", "portable", "reference")
 
 
-@checked
+def _out(its: dict) -> torch.Tensor:
+    return its["x"].new_empty(its["x"].shape) if its["out"] is None else its["out"]
+
+
+def _states(its: dict) -> torch.Tensor | None:
+    """New states are made for a caller who wants them; in a pool the caller's own are written."""
+    if its["state_indices"] is not None or not its["return_final_states"]:
+        return None
+    known, x = counts_of(its, its["x"], its["initial_states"], its["num_seqs"]), its["x"]
+    require(bool(known), "num_seqs", None, "the count of sequences, which nothing else says")
+    return x.new_empty(next(iter(known.values())), *x.shape[2:], its["B"].shape[3], dtype=_states_dtype(its))
+
+
+def _states_dtype(its: dict) -> torch.dtype:
+    given = [its[name].dtype for name in ("initial_states", "checkpoint_states") if its[name] is not None]
+    return given[0] if given else its["state_dtype"] or torch.bfloat16
+
+
+def _results(its: dict) -> tuple:
+    pool = its["initial_states"] if its["return_final_states"] else None
+    return its["out"], pool if its["states"] is None else its["states"]
+
+
+@one_op(
+    written=("out", "initial_states", "checkpoint_states", "seq_chunk_cumsum", "states"),
+    given={"out": _out, "states": _states},
+    returned=_results,
+    made=lambda result: {"states": result[1]},
+)
 def ssd_combined_fwd(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -165,8 +195,8 @@ def ssd_combined_fwd(
         if value is not None:
             count = n if name == "initial_states" and state_indices is None else value.shape[0] if value.dim() else 0
             check_tensor(name, value, (count, heads, dim, dstate), FLOATS)
-    given = [value.dtype for value in states.values() if value is not None]
-    dtype = given[0] if given else state_dtype or torch.bfloat16
+    given = any(value is not None for value in states.values())
+    dtype = _states_dtype(states | {"state_dtype": state_dtype})
     fits = state_dtype in (None, dtype) and dtype in FLOATS
     require(fits, "state_dtype", state_dtype, f"{dtype}, that of the states given" if given else "a float dtype")
     marks = check_marks(tables, checkpoint_states, n, dtype)

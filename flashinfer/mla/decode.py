@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import torch
 
-from flashinfer._core.arguments import named, untraced
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import check_apart, check_values, present, require
+from flashinfer._core.custom_op import one_op
 from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend
 from flashinfer._direct.given import check_bound, flag, head_sinks, scale, whole
+from flashinfer._direct.outputs import attention_op
 from flashinfer.mla.batch import factors_of, split, without_heads
 from flashinfer.ops.attention.direct import ones_times, run_latent
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse
 from flashinfer.ops.attention.masks import shard_mask
 from flashinfer.ops.attention.mla.wrapper import check_entries, latent_blocks
-from flashinfer.ops.attention.options import latent_options
+from flashinfer.ops.attention.options import default_o_dtype, latent_options
 from flashinfer.ops.attention.tables import Table, block_table
 
 # xqa_mla's logits are divided by the root of DeepSeek's head_dim before absorption: 128 + 64.
@@ -24,8 +26,13 @@ _XQA_HEAD_DIM = 192
 _MOST_HEADS = 128
 
 
+def _like_latents(its: dict) -> tuple:
+    query = its["query"]
+    return (*query.shape[:-1], its["kv_lora_rank"]), default_o_dtype(query.dtype, None), query.device
+
+
 @direct(bounds=("max_seq_len",))
-@untraced
+@attention_op(_like_latents)
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_lora_rank", head_dim_kpe="qk_rope_head_dim", page_size="kv_cache",
        v_scale="bmm2_scale", q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens",
@@ -279,7 +286,7 @@ def token_table(
 
 
 @direct(bounds=("max_seq_len",))
-@untraced
+@attention_op(_like_latents, ("out",))
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
@@ -334,7 +341,7 @@ def xqa_batch_decode_with_kv_cache_mla(
 
 
 @direct(writes=("output",))
-@untraced
+@one_op(("output",), {}, lambda its: None, between=True)
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", kv_cache="k_cache", out="output",
        kv_indptr="seq_lens", num_heads="q")  # fmt: skip

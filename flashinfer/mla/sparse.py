@@ -6,20 +6,26 @@ from typing import Literal
 
 import torch
 
-from flashinfer._core.arguments import named, untraced
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import renamed, require
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import head_sinks, scale, whole
+from flashinfer._direct.outputs import attention_op
 from flashinfer.mla.batch import factors_of, without_heads
 from flashinfer.mla.decode import attend, token_table
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse
-from flashinfer.ops.attention.options import latent_options
+from flashinfer.ops.attention.options import default_o_dtype, latent_options
 
 # Keys of a row of sparse_indices that are tokens of the sliding window's cache.
 _WINDOW = 128
 
 
-@untraced
+def _like_query(its: dict) -> tuple:
+    query = its["query"]
+    return query.shape, default_o_dtype(query.dtype, None), query.device
+
+
+@attention_op(_like_query, ("out",))
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="swa_kv_cache",
        num_kv_heads="swa_kv_cache", head_dim_vo="swa_kv_cache", page_size="swa_kv_cache",
        v_scale="bmm2_scale", q_scale="bmm1_scale", kv_cache="swa_kv_cache",

@@ -39,21 +39,21 @@ class Call:
         numbers, seeds, offsets = take_randomness(x.device, self.batch, generator, seed, offset)
         self.operands = numbers, seeds, offsets, indices, self.samples, self.valid
 
-    def k(self, top_k, may_be_impossible):
-        return top_k_of(self.of_outputs("top_k", top_k), self.batch, self.samples.device, may_be_impossible)
+    def k(self, top_k, may_be_impossible, by_row):
+        return top_k_of(self.of_outputs("top_k", top_k, by_row), self.batch, may_be_impossible)
 
     def p(self, top_p, may_be_impossible):
-        return top_p_of(self.of_outputs("top_p", top_p), self.batch, self.samples.device, may_be_impossible)
+        return top_p_of(self.of_outputs("top_p", top_p, True), self.batch, may_be_impossible)
 
-    def of_outputs(self, name, value):
-        """A filter's parameter; one for each row that is drawn from, where rows and outputs differ in number, as one
-        for each output."""
-        if self.indices is None or not isinstance(value, torch.Tensor) or self.rows in (1, self.batch):
+    def of_outputs(self, name, value, by_row):
+        """A filter's parameter as one for each output. As many elements as rows are the rows' own; where there are as
+        many outputs, only if `by_row` says so: upstream reads top_k alone and min_p by output, the others by row."""
+        if self.indices is None or not isinstance(value, torch.Tensor):
             return value
-        if value.shape not in ((self.rows,), (self.rows, 1)):
+        if value.shape != (self.rows,) or self.rows == self.batch and not by_row:
             return value
         same_device(indices=self.indices, **{name: value})
-        return value.reshape(self.rows)[self.indices.long()]
+        return value[self.indices.long()]
 
     def result(self, return_valid) -> Any:
         return (self.samples, self.valid) if return_valid else self.samples
@@ -87,44 +87,37 @@ def _seed(name, value, batch, device):
         # Numbers of 64 bits, signed or not, are the same 64 bits.
         return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63), None
     require(value.dtype in (torch.int64, torch.uint64), name, value.dtype, "int64")
-    require(value.numel() in (1, batch) and value.dim() <= 1, name, tuple(value.shape), f"[1] or [{batch}]")
-    if value.numel() == 1 and value.device != device and not value.is_meta:
-        return _seed(name, value.item(), batch, device)
+    require(value.dim() == 1 and len(value) in (1, batch), name, tuple(value.shape), f"a number, [1] or [{batch}]")
     require(value.device == device, name, f"a tensor on {value.device}", str(device))
-    return 0, value.view(torch.int64).reshape(-1).contiguous()
+    return 0, value.view(torch.int64).contiguous()
 
 
-def per_row(name, value, batch, device):
-    """A tensor as [batch]; one element holds for all rows, and where it is on another device it is a number."""
-    if value.numel() == 1 and not value.is_meta:
-        return value.reshape(1).expand(batch) if value.device == device else value.item()
-    require(value.shape in ((batch,), (batch, 1)), name, tuple(value.shape), f"[{batch}], or one element")
-    return value.reshape(batch)
+def _check_each(name: str, value: torch.Tensor, batch: int) -> None:
+    """Refuse what upstream refuses: one element for all rows is a number, and not a tensor."""
+    require(value.shape == (batch,), name, f"a tensor {tuple(value.shape)}", f"a tensor [{batch}], or a number")
 
 
-def parameter(name, value, batch, dtype, device):
+def parameter(name, value, batch, dtype):
     """A filter's parameter as a number and None, or as None and a tensor [batch]."""
     if isinstance(value, torch.Tensor):
         require(value.dtype in _NUMBERS, name, value.dtype, "a floating-point or an integer dtype")
-        value = per_row(name, value, batch, device)
-    if isinstance(value, torch.Tensor):
+        _check_each(name, value, batch)
         return None, value.to(dtype).contiguous()
     return (None if value is None else float(value)), None
 
 
-def top_k_of(value, batch, device, may_be_impossible=False):
+def top_k_of(value, batch, may_be_impossible=False):
     if isinstance(value, torch.Tensor):
         # Numbers of any dtype are integers here, as upstream has it.
         require(value.dtype in _NUMBERS, "top_k", value.dtype, "int32, int64, or a dtype whose values are integers")
-        value = per_row("top_k", value, batch, device)
-    if isinstance(value, torch.Tensor):
+        _check_each("top_k", value, batch)
         return None, (value if value.dtype in INDICES else value.to(torch.int32)).contiguous()
     require(may_be_impossible or value >= 1, "top_k", value, "1 or more")
     return max(min(int(value), _MOST), 0), None
 
 
-def top_p_of(value, batch, device, may_be_impossible=False):
-    scalar, tensor = parameter("top_p", value, batch, torch.float32, device)
+def top_p_of(value, batch, may_be_impossible=False):
+    scalar, tensor = parameter("top_p", value, batch, torch.float32)
     require(may_be_impossible or scalar is None or scalar > 0, "top_p", scalar, "above 0")
     return scalar, tensor
 

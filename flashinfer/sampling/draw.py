@@ -143,7 +143,7 @@ def top_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from the fewest most probable ones whose probabilities sum to `top_p` (nucleus sampling).
 
-    Of equal probabilities those at lower indices come first.
+    Those that equal the least of them may be drawn, too.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def top_p_sampling_from_probs(
         [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
         is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
     top_p : torch.Tensor or float
-        A number, or a tensor with one for each output or, where they are not as many, for each row;
+        A number, or a tensor with one for each row of `probs` or, where they are not as many, for each output;
         above 0. From 1 on everything is kept.
     indices : torch.Tensor, optional
         int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
@@ -213,7 +213,7 @@ def top_k_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from the `top_k` most probable ones.
 
-    Of equal probabilities those at lower indices come first.
+    Those that equal the least of them may be drawn, too.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ def top_k_sampling_from_probs(
     tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    draw_prefix(call.x, "probs", *call.k(top_k, return_valid), *call.no_p, *call.operands)
+    draw_prefix(call.x, "probs", *call.k(top_k, return_valid, by_row=False), *call.no_p, *call.operands)
     return call.result(return_valid)
 
 
@@ -334,7 +334,7 @@ def min_p_sampling_from_probs(
     tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    scalar, tensor = parameter("min_p", call.of_outputs("min_p", min_p), call.batch, torch.float32, probs.device)
+    scalar, tensor = parameter("min_p", call.of_outputs("min_p", min_p, False), call.batch, torch.float32)
     require(return_valid or scalar is None or 0 <= scalar <= 1, "min_p", scalar, "0 to 1")
     draw(call.x, "probs", scalar, tensor, *call.operands)
     return call.result(return_valid)
@@ -361,10 +361,10 @@ def top_k_top_p_sampling_from_logits(
         [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. A row with NaN or
         +inf, or of -inf alone, gives 0.
     top_k : torch.Tensor or int
-        A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
-        more. From num_classes on everything is kept.
+        A number, or a tensor with one for each row of `logits` or, where they are not as many, for each output; 1
+        or more. From num_classes on everything is kept.
     top_p : torch.Tensor or float
-        A number, or a tensor with one for each output or, where they are not as many, for each row;
+        A number, or a tensor with one for each row of `logits` or, where they are not as many, for each output;
         above 0. From 1 on everything is kept.
     indices : torch.Tensor, optional
         int32 or int64 [batch]: the row of `logits` that each output is drawn from. By default output i is drawn from
@@ -402,7 +402,7 @@ def top_k_top_p_sampling_from_logits(
     """
     call = Call("logits", logits, indices, check_nan, generator, seed, offset)
     ordered = ordered_source("logits", filter_apply_order)
-    draw_prefix(call.x, ordered, *call.k(top_k, False), *call.p(top_p, False), *call.operands)
+    draw_prefix(call.x, ordered, *call.k(top_k, False, by_row=True), *call.p(top_p, False), *call.operands)
     return call.result(False)
 
 
@@ -428,10 +428,10 @@ def top_k_top_p_sampling_from_probs(
         [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
         is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
     top_k : torch.Tensor or int
-        A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
-        more. From num_classes on everything is kept.
+        A number, or a tensor with one for each row of `probs` or, where they are not as many, for each output; 1
+        or more. From num_classes on everything is kept.
     top_p : torch.Tensor or float
-        A number, or a tensor with one for each output or, where they are not as many, for each row;
+        A number, or a tensor with one for each row of `probs` or, where they are not as many, for each output;
         above 0. From 1 on everything is kept.
     indices : torch.Tensor, optional
         int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
@@ -475,5 +475,6 @@ def top_k_top_p_sampling_from_probs(
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     ordered = ordered_source("probs", filter_apply_order)
-    draw_prefix(call.x, ordered, *call.k(top_k, return_valid), *call.p(top_p, return_valid), *call.operands)
+    k, p = call.k(top_k, return_valid, by_row=True), call.p(top_p, return_valid)
+    draw_prefix(call.x, ordered, *k, *p, *call.operands)
     return call.result(return_valid)

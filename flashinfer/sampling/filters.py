@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 
 from flashinfer._core.checks import WrongKind, dtype_name, is_aligned, require, rows_of, same_device
@@ -23,8 +25,9 @@ def softmax(
         [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. -inf is a
         probability of 0.
     temperature : torch.Tensor or float, optional
-        Above 0; a number, or a floating-point tensor [batch] with one for each row. A row whose temperature is not
-        above 0 is NaN.
+        A number, or a floating-point tensor [batch] with one for each row; above 0, or 0, which does not mean the
+        largest logit: it is upstream's word for no preference, and gives all logits but -inf equal probabilities. A row
+        whose temperature in a tensor is negative or NaN is NaN.
     enable_pdl : bool, optional
         Programmatic dependent launch. It has no effect on results, and none on the launch yet.
 
@@ -46,14 +49,14 @@ def softmax(
     tensor([[0.5000, 0.5000]])
     """
     logits = as_rows("logits", logits)
-    if isinstance(temperature, bool):
-        raise WrongKind(f"temperature: got {temperature}; allowed: a number, or a tensor")
+    if isinstance(temperature, bool) or not isinstance(temperature, Real | torch.Tensor | None):
+        raise WrongKind(f"temperature: got {temperature!r}; allowed: a number, or a tensor")
     if isinstance(temperature, torch.Tensor):
         shape = tuple(temperature.shape)
         require(shape == (len(logits),), "temperature", shape, f"[{len(logits)}], one for each row")
         require(temperature.is_floating_point(), "temperature", temperature.dtype, "a floating-point dtype")
-    scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32, logits.device)
-    require(scalar is None or scalar > 0, "temperature", scalar, "above 0")
+    scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32)
+    require(scalar is None or scalar >= 0, "temperature", scalar, "0 or more")
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     _softmax(logits, scalar, tensor, out)
     return out
@@ -71,16 +74,16 @@ def top_p_renorm_probs(
         [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
         is, counts as 0).
     top_p : torch.Tensor or float
-        Above 0; a number, or a tensor [batch] with one for each row. From 1 on everything is kept. Of equal
-        probabilities those at lower indices come first.
+        Above 0; a number, or a tensor [batch] with one for each row. From 1 on everything is kept. Probabilities that
+        equal the least that is kept are kept, too.
     is_deterministic : bool
         Results depend on nothing but the arguments in either case.
 
     Returns
     -------
     torch.Tensor
-        [batch, num_classes]; dtype of `probs`, or float32 of float64. Rows with NaN or inf are NaN; rows without a
-        probability above 0, or with an impossible `top_p`, are 0.
+        float32 [batch, num_classes]. Rows with NaN or inf are NaN; rows without a probability above 0, or with an
+        impossible `top_p`, are 0.
 
     Raises
     ------
@@ -93,9 +96,9 @@ def top_p_renorm_probs(
     >>> flashinfer.top_p_renorm_probs(torch.tensor([[0.25, 0.5, 0.25]]), 0.4)
     tensor([[0., 1., 0.]])
     """
-    probs = as_rows("probs", probs)
+    probs = as_rows("probs", probs).float()
     out = torch.empty_like(probs)
-    _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs), probs.device), out)
+    _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs)), out)
     return out
 
 
@@ -105,7 +108,7 @@ def top_k_renorm_probs(
 ) -> torch.Tensor:
     """Keep the `top_k` largest probabilities of each row, divide them by their sum, and zero the others.
 
-    Exactly so many are kept; of equal ones those at lower indices come first.
+    Probabilities that equal the least of them are kept, too.
 
     Parameters
     ----------
@@ -136,7 +139,7 @@ def top_k_renorm_probs(
     """
     probs = as_rows("probs", probs)
     out = torch.empty_like(probs)
-    _write_prefix(probs, False, *top_k_of(top_k, len(probs), probs.device), None, None, out)
+    _write_prefix(probs, False, *top_k_of(top_k, len(probs)), None, None, out)
     return out
 
 
@@ -150,8 +153,8 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
         [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. NaN counts as the
         largest.
     top_k : torch.Tensor or int
-        1 or more; a number, or a tensor [batch] with one for each row. Exactly so many are kept; of equal ones those
-        at lower indices come first. Rows with an impossible one are -inf.
+        1 or more; a number, or a tensor [batch] with one for each row. Logits that equal the least of them are kept,
+        too. Rows with an impossible one are -inf.
 
     Returns
     -------
@@ -171,7 +174,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     """
     logits = as_rows("logits", logits)
     out = torch.empty_like(logits)
-    _write_prefix(logits, True, *top_k_of(top_k, len(logits), logits.device), None, None, out)
+    _write_prefix(logits, True, *top_k_of(top_k, len(logits)), None, None, out)
     return out
 
 

@@ -56,7 +56,78 @@ def recurrences(x):
                                    raw[0, 0], raw)  # fmt: skip
 
 
-CALLS = norms, activations, choices, draws, attention, products, experts, convolutions, recurrences
+def tables(x, batch):
+    """An empty workspace, block tables and lengths."""
+    pages = torch.arange(batch * 2, dtype=torch.int32, device=x.device).view(batch, 2) % 4
+    return x.new_empty(0), pages, torch.full((batch,), 20, dtype=torch.int32, device=x.device)
+
+
+def offsets(x, *ends):
+    return torch.tensor([0, *ends], dtype=torch.int32, device=x.device)
+
+
+def decodes(x):
+    """Without a plan, as engines call them."""
+    q, cache = x.view(-1, 4, 32)[:4], x.new_ones(4, 2, 2, 16, 32)
+    scratch, pages, lens = tables(x, 2)
+    given = dict(q_len_per_req=2, bmm1_scale=0.1)
+    first = flashinfer.decode.trtllm_batch_decode_with_kv_cache(
+        q, cache, scratch, pages, lens, 20, out_dtype="float32", return_lse=True, sinks=[x[0, :4].float()],
+        request_order=object(), **given,
+    )  # fmt: skip
+    pair = cache.unbind(1)
+    given |= dict(kv_layout="HND", mask=None)
+    second = flashinfer.decode.xqa_batch_decode_with_kv_cache(q, pair, scratch, pages, lens, 20, **given)
+    third = flashinfer.cudnn.cudnn_batch_decode_with_kv_cache(
+        q[:2], *pair, 0.1, scratch, max_sequence_kv=20, actual_seq_lens_kv=lens, block_tables=pages
+    )
+    out = torch.empty_like(q[:2, None])
+    flashinfer.xqa(q[:2, None], *pair, pages, lens, out, scratch, scratch, 2, 16, kv_layout="HND")
+    return *first, second, third, out
+
+
+def prefills(x):
+    q, cache = x.view(-1, 4, 32)[:5], x.new_ones(4, 2, 2, 16, 32)
+    scratch, pages, lens = tables(x, 2)
+    ends, keys = offsets(x, 3, 5), offsets(x, 20, 40)
+    rows = x.repeat(2, 1)[:, :60].reshape(-1, 2, 30)[:40].contiguous()
+    k, v = rows.new_ones(40, 2, 32), rows.new_ones(40, 2, 16)
+    first = flashinfer.prefill.trtllm_batch_context_with_kv_cache(
+        q, cache, scratch, pages, lens, 3, 20, 0.1, 1.0, 2, ends, keys, return_lse=True
+    )
+    second = flashinfer.prefill.trtllm_ragged_attention_deepseek(
+        q, k, v, scratch, lens, 3, 20, 0.1, 1.0, 1.0, 2, -1, ends, keys, False, True, True
+    )
+    third = flashinfer.trtllm_fmha_v2_prefill(
+        (q, k, v), "SEPARATE_Q_K_V", scratch, lens, 3, 20, 0.1, 1.0, 2, ends, keys, save_softmax_stats=True
+    )
+    fourth = flashinfer.cudnn.cudnn_batch_prefill_with_kv_cache(
+        q, *cache.unbind(1), 0.1, scratch, max_token_per_sequence=3, max_sequence_kv=20, actual_seq_lens_kv=lens,
+        actual_seq_lens_q=ends.diff(), block_tables=pages, causal=True, return_lse=True, batch_offsets_q=ends,
+        batch_offsets_units="tokens",
+    )  # fmt: skip
+    heads = x.view(1, -1, 2, 32)
+    last = flashinfer.prefill.fmha_v2_prefill_deepseek(
+        heads, heads, heads, torch.empty_like(heads), 2, 32, heads.shape[1], 1.0, return_lse=True
+    )
+    return *first, *second, *third, *fourth, *last
+
+
+def latents(x):
+    q, cache = x.new_ones(2, 1, 8, 96), x.new_ones(4, 16, 96)
+    scratch, pages, lens = tables(x, 2)
+    sizes, given = (32, 64, 32), dict(bmm1_scale=0.1)
+    first = flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(
+        q, cache, scratch, *sizes, pages, lens, 20, return_lse=True, **given
+    )
+    second = flashinfer.mla.xqa_batch_decode_with_kv_cache_mla(q, cache, scratch, *sizes, pages, lens, 20, **given)
+    chosen = torch.arange(16, dtype=torch.int32, device=x.device).expand(2, 16).contiguous()
+    third = flashinfer.decode.trtllm_batch_decode_sparse_mla_dsv4(q, cache[:, None], scratch, chosen, bmm1_scale=0.1)
+    return *first, second, third
+
+
+CALLS = norms, activations, choices, draws, attention, products, experts, convolutions, recurrences, decodes, prefills
+CALLS += (latents,)
 
 
 def flat(result):

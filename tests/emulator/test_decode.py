@@ -74,6 +74,7 @@ def test_groups_that_are_released_without_a_barrier_are_found(counter):
         dict(heads=(2, 2), kv=(6000,), kv_dtype=E5M2, plan=dict(fixed_split_size=32)),
         dict(options=Options(logits_soft_cap=1.5)),
         dict(options=Options(pos_encoding_mode="ALIBI")),
+        dict(options=Options(pos_encoding_mode="ALIBI", logits_soft_cap=1.5)),
     ),
     ids=str,
 )

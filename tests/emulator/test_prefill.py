@@ -30,6 +30,7 @@ OPTIONS = {
     "window": Options(causal=True, window_left=100),
     "soft cap": Options(causal=True, logits_soft_cap=1.5),
     "alibi": Options(causal=True, pos_encoding_mode="ALIBI"),
+    "alibi under a cap": Options(causal=True, pos_encoding_mode="ALIBI", logits_soft_cap=1.5),
     "negative scale": Options(causal=True, sm_scale=-0.1),
 }
 

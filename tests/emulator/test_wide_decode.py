@@ -123,6 +123,7 @@ def test_neighbours_of_fp8_that_are_nan(dims):
         Options(window_left=50),
         Options(logits_soft_cap=1.5),
         Options(pos_encoding_mode="ALIBI"),
+        Options(pos_encoding_mode="ALIBI", logits_soft_cap=1.5),
         Options(sm_scale=0.0),
         ALL,
     ),

@@ -25,14 +25,15 @@ def probs_of(draw):
 
 
 def kept_by(probs, k=None, p=None):
-    """bool, of the rows: the k largest, of equal ones the first; then the fewest that sum to p of all."""
+    """bool, of the rows: the k largest; then the fewest that sum to p of all. Of equal ones all or none."""
     ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(probs, dtype=torch.bool)
     if k is not None:
         keep &= torch.arange(probs.shape[1], device=probs.device)[None] < k
     if p is not None:
         keep &= ordered.cumsum(1) - ordered < p
-    return torch.zeros_like(keep).scatter(1, order, keep)
+    least = ordered.where(keep, torch.inf).amin(1, keepdim=True) if probs.shape[1] else ordered
+    return probs.double() >= least
 
 
 def clear_p(draw, probs):

@@ -222,7 +222,18 @@ def test_impossible_temperatures_are_nan_in_their_rows_alone(device, compile):
     logits, each = torch.randn(4, 9, device=device), torch.tensor([1.0, 0.0, -2.0, torch.nan], device=device)
     for steps in ([Temperature()], [Temperature(), Softmax()]):
         result = LogitsPipe(steps, compile)(logits, temperature=each)
-        assert result.isnan().all(1).tolist() == [False, True, True, True] and result[0].isfinite().all()
+        assert result.isnan().all(1).tolist() == [False, False, True, True] and result[0].isfinite().all()
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_rows_temperature_of_zero_gives_equal_probabilities(device, compile):
+    """As upstream's softmax has it; a masked logit stays masked."""
+    logits = torch.tensor([[1.0, -torch.inf, 9.0], [1.0, 2.0, 3.0]], device=device)
+    for zero in (torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)):
+        probs = LogitsPipe([Temperature(), Softmax()], compile)(logits, temperature=zero)
+        torch.testing.assert_close(probs, torch.tensor([[1, 0, 1], [2 / 3] * 3], device=device) / 2)
+    with pytest.raises(ValueError, match="^temperature: got 0.0; allowed: above 0"):
+        LogitsPipe([Temperature(), Softmax()], compile)(logits, temperature=0.0)
 
 
 def test_min_p_of_rows(device):

@@ -35,8 +35,8 @@ class Stages:
     statistics, mass, race, places : bool
         statistics: the row's largest value and sum are computed, and a row that is no distribution has an empty prefix.
         mass: the prefix is summed. race: a token is drawn from it. places: positions in an output are computed.
-    last : bool
-        Of equal elements the last come first.
+    last, ties : bool
+        last: of equal elements the last come first. ties: elements equal to the last of the prefix are in it, too.
     seed, offset : int
         SCALAR, SHARED or PER_ROW of `philox`.
     indices : str
@@ -58,6 +58,7 @@ class Stages:
     race: bool = False
     places: bool = False
     last: bool = False
+    ties: bool = False
     seed: int = 0
     offset: int = 0
     indices: str = ""
@@ -302,7 +303,7 @@ def build_resolve(s: Stages, config) -> Build:
         "MASS": s.mass,
         "RACE": s.race,
         "PLACES": s.places,
-        "LAST": s.last,
+        "LAST": None if s.ties else s.last,
         "SEED": s.seed,
         "OFFSET": s.offset,
         "CHUNK": config.tile,

@@ -288,7 +288,8 @@ def listed_keys(start, count, from_list, x, list_value, list_column, least, most
 @triton.jit
 def is_kept(key, column, pivot, rank, columns, LAST: tl.constexpr):
     """Whether elements are in the prefix that ends at this pivot and rank. The rank of an element is its column, with
-    LAST its distance from the last column: of equal elements the last come first then."""
+    LAST its distance from the last column: of equal elements the last come first then. Where LAST is None, the rank of
+    a prefix is past all columns: of equal elements all are in it."""
     order = columns - 1 - column if LAST else column
     return (key > pivot) | ((key == pivot) & (order <= rank))
 

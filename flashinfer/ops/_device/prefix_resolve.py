@@ -59,8 +59,8 @@ def find_pivot(
     """Key and rank of the last element of the shortest prefix of the list that reaches `target`.
 
     With MASS a prefix reaches `target` by the sum of its weights, else by its number of elements. If the whole list
-    does not reach it, the prefix is the whole list. `first` and `first_column` are the list's first TILE elements; they
-    stay in registers.
+    does not reach it, the prefix is the whole list. Where LAST is None, all elements equal to the last are in it.
+    `first` and `first_column` are the list's first TILE elements; they stay in registers.
 
     Each step tests WAYS keys, which cut the interval of keys in WAYS + 1 parts: it waits for one sum over the program,
     whatever WAYS is. The search ends where one element is left between the bounds. Its result is a key at or below that
@@ -108,20 +108,24 @@ def find_pivot(
             # Exactly `target` elements are at or above `lower`: the search is over.
             upper_count = tl.where(lower_count == target, lower_count, upper_count)
     rank = columns.to(tl.int64)
-    if lower_count - upper_count > 1:
-        rank = tie_rank(
-            target, lower, count, first, first_column, from_list, x, list_value, list_column, least, most, columns,
-            top, scale, DOMAIN, MASS, LAST, TILE, WAYS,
-        )  # fmt: skip
+    # Weights are never asked to part equal elements.
+    tl.static_assert(LAST is None or MASS == 0)
+    if LAST is not None:
+        if lower_count - upper_count > 1:
+            rank = tie_rank(
+                target, lower, count, first, first_column, from_list, x, list_value, list_column, least, most, columns,
+                DOMAIN, LAST, TILE, WAYS,
+            )  # fmt: skip
     return lower, rank
 
 
 @triton.jit
 def tie_rank(
-    target, pivot, count, first, first_column, from_list, x, list_value, list_column, least, most, columns, top, scale,
-    DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
+    target, pivot, count, first, first_column, from_list, x, list_value, list_column, least, most, columns,
+    DOMAIN: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """The rank of the last element at the pivot's key that is in the prefix; `columns` where all of them are."""
+    """The rank of the last element at the pivot's key in a prefix of `target` elements; `columns` where all of them
+    are in it."""
     way = tl.arange(0, WAYS).to(tl.int64)
     above = tl.full([], 0, tl.int64)
     ties = tl.full([], 0, tl.int64)
@@ -131,16 +135,10 @@ def tie_rank(
             key, column = listed_keys(
                 start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
             )  # fmt: skip
-        if MASS:
-            above += tl.sum(tl.where(key > pivot, mass_of(key, top, scale, DOMAIN), 0), 0)
-        else:
-            above += tl.sum((key > pivot).to(tl.int64), 0)
+        above += tl.sum((key > pivot).to(tl.int64), 0)
         ties += tl.sum(((key == pivot) & (key > LOWEST)).to(tl.int64), 0)
-    # Equal elements have equal weights. The prefix takes as many of them as `target` still needs, in order of rank.
+    # The prefix takes as many of the equal elements as `target` still needs, in order of rank.
     wanted = target - above
-    if MASS:
-        equal = tl.maximum(mass_of(pivot.to(tl.int32), top, scale, DOMAIN), 1)
-        wanted = (wanted + equal - 1) // equal
     below = tl.full([], -1, tl.int64)
     rank = tl.where(wanted < ties, columns - 1, below + 1)
     while rank - below > 1:

@@ -113,7 +113,7 @@ class Scalars:
     out_scale : float
         Factor of the output (the scalar v scale).
     soft_cap : float
-        Logits become soft_cap * tanh(logits / soft_cap); 0 for none.
+        Logits become soft_cap * tanh(logits / soft_cap), ALiBi's biases in them; 0 for none.
     window_left : int
         A query sees itself and this many keys before it; -1 for all.
     rope_scale, rope_theta : float

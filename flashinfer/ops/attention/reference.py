@@ -166,12 +166,12 @@ def _attend_rows(problem: Problem, x: Inputs, b: _Bucket, k, v, first: int, last
     logits = logits.view(batch, kv_heads, problem.group, rows, most_kv)
     if problem.head_scales:
         logits *= x.qk_scale.view(kv_heads, problem.group, 1, 1)
-    if problem.soft_cap:
-        logits = x.scalars.soft_cap * torch.tanh(logits / x.scalars.soft_cap)
     kv_pos = b.kv_first + torch.arange(most_kv, device=k.device)
     if problem.pos_encoding == "ALIBI":
         distance = (kv_pos[:, None, :] - q_pos[:, :, None])[:, None, None].float()
         logits += x.alibi_slopes.view(kv_heads, problem.group, 1, 1) * distance
+    if problem.soft_cap:
+        logits = x.scalars.soft_cap * torch.tanh(logits / x.scalars.soft_cap)
     hidden = _hidden(problem, x, b, row, q_pos, kv_pos)
     hidden = None if hidden is None else hidden[:, None, None]
     if problem.variant:

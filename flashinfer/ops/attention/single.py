@@ -15,6 +15,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.checks import renamed
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.packed import packed, unpacked
 from flashinfer._core.tracing import is_traced
 from flashinfer.ops.attention.kernels import kernels_of
 from flashinfer.ops.attention.masks import custom_mask_table
@@ -23,7 +24,6 @@ from flashinfer.ops.attention.options import PlanOptions, default_o_dtype, tile_
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
 from flashinfer.ops.attention.tables import Table
-from flashinfer.ops.attention.traced import packed, unpacked
 from flashinfer.ops.kv_layout import check_layout, ragged_views
 
 # Options that a call without a plan has from the shapes and dtypes of its operands.
@@ -135,7 +135,7 @@ def attention_single(
     names: str,
     words: str,
 ) -> list[torch.Tensor]:
-    """`run_single` with its arguments as an op takes them: `traced.packed`."""
+    """`run_single` with its arguments as an op takes them: `packed`."""
     given = unpacked(tensors, floats, ints, names, words)
     before, _inside.op = _inside.op, True
     try:

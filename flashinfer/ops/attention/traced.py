@@ -1,5 +1,5 @@
 """Attention under torch.compile: run() of a wrapper is one op, which finds its wrapper, and so the plan, when it is
-called; plan() is called between two graphs. And arguments of any kind as an op takes them."""
+called; plan() is called between two graphs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from flashinfer._core import packed as packing
 from flashinfer._core.arguments import between_graphs
-from flashinfer._core.custom_op import SEPARATOR, custom_op, joined
+from flashinfer._core.custom_op import custom_op
+from flashinfer._core.packed import packed, unpacked
 from flashinfer.ops.attention.variants import AttentionVariant, find
 
 _numbers = count(1)
@@ -68,49 +70,6 @@ def run(wrapper, method: str, out, lse, return_lse, shape, dtype: torch.dtype, g
     return (out, lse) if return_lse else out
 
 
-def _named(given: dict, prefix: str = "") -> dict:
-    """Entries of nested dicts and tuples by their names with dots between: "kv.0" is the first of a pair.
-
-    Arguments that are None are left out; within a dict or a tuple, None is a value.
-    """
-    found = {}
-    for name, value in given.items():
-        if isinstance(value, (dict, tuple, list)):
-            inner = value if isinstance(value, dict) else {str(i): x for i, x in enumerate(value)}
-            found.update(_named(inner, f"{prefix}{name}."))
-        elif value is not None or prefix:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
-def packed(given: dict) -> tuple[list, list, list, str, str]:
-    """Arguments as an op takes them: tensors, floats, ints, the names of these in this order, and the rest as text."""
-    tensors, floats, ints, words = {}, {}, {}, []
-    for name, value in _named(given).items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-        elif isinstance(value, float):
-            floats[name] = value
-        elif isinstance(value, int) and not isinstance(value, bool):
-            ints[name] = value
-        else:
-            words.append((name.rpartition(".")[2], f"{name}={_text(value)}"))
-    names = " ".join([*tensors, *floats, *ints])
-    return list(tensors.values()), list(floats.values()), list(ints.values()), names, joined(words)
-
-
-def _text(value) -> str:
-    if value is None:
-        return "none:"
-    if isinstance(value, bool):
-        return f"bool:{int(value)}"
-    if isinstance(value, AttentionVariant):
-        return f"variant:{_key_of(id(value))}"
-    if isinstance(value, torch.dtype):
-        return f"dtype:{str(value).removeprefix('torch.')}"
-    return f"str:{value}"
-
-
 def _key_of(address: int) -> str:
     """The key of the variant with this id(). Not every torch takes a dataclass for a constant, but an id it does."""
     return ctypes.cast(address, ctypes.py_object).value.key
@@ -120,31 +79,4 @@ def _key_of(address: int) -> str:
 _key_of._dynamo_marked_constant = True
 
 
-_READ = {
-    "none": lambda text: None, "bool": lambda text: text == "1", "variant": find,
-    "dtype": lambda text: getattr(torch, text), "str": str,
-}  # fmt: skip
-
-
-def unpacked(tensors, floats, ints, names: str, words: str) -> dict:
-    """What `packed` was given, but for arguments that were None."""
-    given = dict(zip(names.split(), (*tensors, *floats, *ints), strict=True))
-    for line in words.split(SEPARATOR) if words else ():
-        name, _, text = line.partition("=")
-        kind, _, text = text.partition(":")
-        given[name] = _READ[kind](text)
-    nested: dict = {}
-    for name, value in given.items():
-        *groups, last = name.split(".")
-        place = nested
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = value
-    return {name: _as_given(value) for name, value in nested.items()}
-
-
-def _as_given(value):
-    if not isinstance(value, dict):
-        return value
-    value = {name: _as_given(x) for name, x in value.items()}
-    return tuple(value.values()) if all(map(str.isdigit, value)) else value
+packing.others[AttentionVariant] = "variant", lambda variant: _key_of(id(variant)), find

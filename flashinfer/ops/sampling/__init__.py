@@ -63,7 +63,8 @@ class Draw:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The columns that top-k, top-p or both keep, in the order (value descending, index ascending).
+    """The columns that top-k, top-p or both keep: the fewest largest values that are k, or sum to p, and all that equal
+    the least of them.
 
     Attributes
     ----------

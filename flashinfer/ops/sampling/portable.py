@@ -47,15 +47,15 @@ from flashinfer.ops.sampling import Draw, Prefix, Softmax
 
 @triton.jit
 def inverse_temperature(temperature, temperatures, row):
-    """1 / temperature; 1 without a temperature, NaN if it is not positive. Never 0 or inf, whose products may be
-    NaN."""
+    """1 / temperature; 1 without a temperature, NaN if it is negative. Never 0 or inf, whose products may be NaN: at 0,
+    where upstream multiplies by 0, the least above it."""
     if temperature is None and temperatures is None:
         scale = 1.0
     else:
         t = row_parameter(temperature, temperatures, row)
         least = tl.full([], 1, tl.int32).to(tl.float32, bitcast=True)
         scale = tl.minimum(tl.maximum(1.0 / t, least), 3.4028234663852886e38)
-        scale = tl.where(t > 0, scale, float("nan"))
+        scale = tl.where(t > 0, scale, tl.where(t == 0, least, float("nan")))
     return scale
 
 
@@ -183,7 +183,7 @@ def write_kernel(
     pivot = tl.load(at + PIVOT)
     read = inside & may_reach(maxima, row, tile, tiles, pivot, TILE, GROUP)
     value = load_values(x + row.to(tl.int64) * multiple(x_row, UNIT), column, read, DOMAIN)
-    kept = read & is_kept(key_of(value).to(tl.int64), column, pivot, tl.load(at + RANK), columns, False)
+    kept = read & is_kept(key_of(value).to(tl.int64), column, pivot, tl.load(at + RANK), columns, None)
     if DOMAIN == PROBS:
         top = tl.load(numbers + row * NUMBERS + TOP)
         share = tl.math.div_rn(value, tl.load(numbers + row * NUMBERS + INSIDE))
@@ -283,6 +283,7 @@ def stages_of(problem: Prefix) -> Stages:
         statistics=distribution,
         mass=bool(problem.top_p) or problem.use == "renorm",
         race=drawing,
+        ties=True,
         seed=problem.seed,
         offset=problem.offset,
         indices=problem.indices,

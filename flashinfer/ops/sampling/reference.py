@@ -19,9 +19,11 @@ def _softmax(problem, logits, temperature, out):
     logits = logits.float()
     if temperature is not None:
         scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
-        below = (logits - logits.amax(-1, keepdim=True)) / scale.where(scale > 0, math.nan)
+        # Upstream multiplies by 0 where the temperature is 0.
+        scale = scale.where(scale != 0, math.inf).where(scale >= 0, math.nan)
+        below = (logits - logits.amax(-1, keepdim=True)) / scale
         # Also at a temperature of infinity.
-        logits = below.where((logits != -math.inf) | scale.isnan() | (scale <= 0), -math.inf)
+        logits = below.where((logits != -math.inf) | scale.isnan(), -math.inf)
     torch.softmax(logits, -1, out=out)
 
 
@@ -81,8 +83,11 @@ def keep_prefix(problem, values, weights, k, p):
     """Which columns the filters keep, bool [rows, columns]."""
     rows, columns = values.shape
     values = values.where(values != 0, 0)
-    order = values.sort(dim=-1, descending=True, stable=True).indices
+    ranked, order = values.sort(dim=-1, descending=True, stable=True)
+    # The rank of each value's first equal: of equal values all are kept, or none. NaN is equal to NaN.
     rank = torch.arange(columns, device=values.device).expand(rows, -1)
+    new = (ranked[:, 1:] != ranked[:, :-1]) & ~(ranked[:, 1:].isnan() & ranked[:, :-1].isnan())
+    rank = torch.nn.functional.pad(rank[:, 1:] * new, (1, 0)).cummax(-1).values
     possible = torch.ones(rows, 1, dtype=torch.bool, device=values.device)
     if problem.source != "scores":
         possible = _is_distribution(values, weights)[:, None]
@@ -100,7 +105,8 @@ def keep_prefix(problem, values, weights, k, p):
             first = (mass * kept).sum(-1, keepdim=True)
             goal = torch.where(k >= columns, share * units * whole, share * first)
         goal = goal.nan_to_num(0).clamp(1, 2.0**62).to(torch.int64)
-        kept = kept & ((mass.cumsum(-1) - mass < goal) | (p >= 1)) & (p > 0)
+        before = (mass.cumsum(-1) - mass).gather(1, rank)
+        kept = kept & ((before < goal) | (p >= 1)) & (p > 0)
     return torch.zeros_like(kept).scatter(1, order, kept)
 
 

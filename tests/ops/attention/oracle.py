@@ -105,10 +105,10 @@ def request(q, k, v, o: Options, dtype, mask=None, extras=None):
             turn = (o.rope_scale or 1.0, o.rope_theta or 1e4)
             qh, kh = (rotate(x, at, *turn).to(dtype).to(wide) for x, at in ((qh, q_pos), (kh, k_pos)))
         s = scores(qh, kh, q.dtype) * scale
-        if o.logits_soft_cap:
-            s = o.logits_soft_cap * _tanh(s / o.logits_soft_cap)
         if o.pos_encoding_mode == "ALIBI":
             s = s + slope(h, heads) * (k_pos[None] - q_pos[:, None]).to(wide)
+        if o.logits_soft_cap:
+            s = o.logits_soft_cap * _tanh(s / o.logits_soft_cap)
         s = s.masked_fill(~seen, -math.inf)
         if extras.sinks is not None:
             s = torch.cat((s, extras.sinks[h].to(wide).expand(q_len, 1)), 1)

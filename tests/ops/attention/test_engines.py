@@ -70,6 +70,20 @@ def test_decode_of_several_queries(device):
               Options(causal=True, window_left=6))  # fmt: skip
 
 
+def test_rows_of_no_request_stay_as_they_are(device):
+    """Rows around those of the requests, as in a graph of more rows than a step has."""
+    o, whole = Options(causal=True), batch([3, 1, 0, 5, 2, 2], device)
+    rows = torch.full((3 + len(whole.q) + 2, *whole.q.shape[1:]), torch.nan, dtype=HALF, device=device)
+    rows[3:-2] = whole.q
+    x = replace(whole, q=rows)
+    for backend in names(device):
+        out, lse = torch.full_like(rows, 7), torch.full(rows.shape[:2], 7.0, device=device)
+        decode(x, *paged(whole), cum_seq_lens_q=whole.qo_indptr + 3, max_q_len=5, backend=backend, out=out, lse=lse)
+        check((out[3:-2], lse[3:-2]), whole, o)
+        for left in (out, lse):
+            assert (left[:3] == 7).all() and (left[-2:] == 7).all()
+
+
 @pytest.mark.parametrize("given_as", ("float", "tensor", "log2"))
 def test_scales_and_sinks(given_as, device):
     x = batch([1] * 6, device)

@@ -42,10 +42,10 @@ def same_dtype(ragged, o: Options, extras: Extras):
             kv_head = h * kv_heads // heads
             scale = 1 / math.sqrt(dim) if o.sm_scale is None else o.sm_scale
             s = fp8_product(q[:, h], k[:, kv_head].T) * (scale * extras.q_scale * extras.k_scale)
-            if o.logits_soft_cap:
-                s = o.logits_soft_cap * torch.tanh(s / o.logits_soft_cap)
             if o.pos_encoding_mode == "ALIBI":
                 s = s + oracle.slope(h, heads) * (k_pos - q_pos)
+            if o.logits_soft_cap:
+                s = o.logits_soft_cap * torch.tanh(s / o.logits_soft_cap)
             s = s.masked_fill(~seen, -math.inf)
             top = s.amax(1, keepdim=True).clamp(min=-1e30)
             p = torch.exp(s - top)
@@ -135,7 +135,7 @@ def test_pages(page_size, layout, device):
 @pytest.mark.parametrize("options", (
     Options(causal=True, window_left=100), Options(window_left=31), Options(causal=True, logits_soft_cap=5.0),
     Options(causal=True, pos_encoding_mode="ALIBI"), Options(causal=True, sm_scale=-0.05),
-    Options(causal=True, sm_scale=0.0),
+    Options(causal=True, pos_encoding_mode="ALIBI", logits_soft_cap=5.0), Options(causal=True, sm_scale=0.0),
 ))  # fmt: skip
 def test_options(options, device):
     x = batch(device, (300, 129), (500, 129))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer._core.custom_op import joined
+from flashinfer._core.packed import joined
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.ops.attention import single
 from flashinfer.ops.attention.traced import attention_run

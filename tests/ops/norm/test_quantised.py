@@ -49,10 +49,10 @@ def mxfp4(y):
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("shape", [(3, 40), (2, 3, 65), (1, 4096), (0, 64)], ids=str)
-@pytest.mark.parametrize("scale", [0.25, "tensor"])
+@pytest.mark.parametrize("scale", [0.25, torch.float32, torch.float64])
 def test_fp8_has_the_bits_of_the_format(variant, device, dtype, shape, scale):
     sign, w = signs(shape, device), wide_weights(shape[-1], device)
-    scale = torch.full((1,), 0.5, device=device) if scale == "tensor" else scale
+    scale = scale if isinstance(scale, float) else torch.full((1,), 0.5, dtype=scale, device=device)
     out = torch.empty(shape, dtype=dtype, device=device)
     assert flashinfer.rmsnorm_quant(out, 2 * sign.bfloat16(), w, scale, eps=0) is None
     assert_bitwise(out.view(torch.uint8), truth.encode(FP8[dtype], sign.double() * w.double() / float(scale)))

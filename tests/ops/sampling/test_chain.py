@@ -74,7 +74,7 @@ def test_strides_and_graph_safe_seeds(variant, device):
     wide = torch.full((2, 3, 97), torch.nan, device=device)
     wide[:, :, 5:95] = target
     expected = chain(draft, ids, target)
-    seeds = dict(seed=torch.tensor([3], device=device), offset=torch.tensor(5, device=device))
+    seeds = dict(seed=torch.tensor([3], device=device), offset=torch.tensor([5], device=device))
     turned = draft.transpose(1, 2).contiguous().transpose(1, 2)
     for ours, theirs in zip(chain(turned, ids.t().contiguous().t(), wide[:, :, 5:95], **seeds), expected):
         assert_bitwise(ours, theirs)

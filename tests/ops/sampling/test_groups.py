@@ -85,7 +85,7 @@ def test_what_is_kept(device, columns, source, order):
     weights = probs.double() if source == "probs" else (x.double() - x.double().amax(1, keepdim=True)).exp()
     ps = torch.linspace(0.35, 0.98, len(ks), device=device)
     first = order == "top_k_first"
-    stages = find_prefix.Stages(source, "fp32", False, "i64", "fp32", first, statistics=True, mass=True)
+    stages = find_prefix.Stages(source, "fp32", False, "i64", "fp32", first, statistics=True, mass=True, ties=True)
     filters = find_prefix.Filters(ks=ks, ps=ps)
     found = find_prefix.find_prefix(stages, tile_sizes.portable(None, target_of(x.device)), x, len(x), filters)
     pivots, ranks = (found.state[:, int(i)].tolist() for i in (prefix.PIVOT, prefix.RANK))

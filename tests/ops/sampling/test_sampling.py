@@ -55,15 +55,17 @@ def rows_of_probs(rows, columns, device="cpu", spread=3.0):
 
 
 def kept_columns(probs, k=None, p=None, order="joint"):
-    """What the filters keep of one row, in float64: column indices, most probable first, of equal ones the first."""
+    """What the filters keep of one row, in float64: column indices, most probable first. Where one value is kept, all
+    that equal it are: upstream asks how many are greater, or how much they weigh."""
     values = [float(x) for x in probs.double()]
     order_of = sorted(range(len(values)), key=lambda i: (-values[i], i))
-    kept = order_of[: k if k is not None else len(values)]
+    k = len(values) if k is None else k
+    kept = [i for i in order_of if k > 0 and values[i] >= values[order_of[min(k, len(values)) - 1]]]
     if p is not None and p < 1:
         goal = p * sum(values[i] for i in kept) if order == "top_k_first" else p
         total, nucleus = 0.0, []
         for i in order_of:
-            if total >= goal:
+            if nucleus and total >= goal and values[i] != values[nucleus[-1]]:
                 break
             nucleus.append(i)
             total += values[i]
@@ -181,8 +183,9 @@ def test_renorm_and_mask(variant, device, dtype):
         ]  # fmt: skip
         truth = torch.stack([distribution(row, columns) for row, columns in zip(probs, kept)])
         mask = truth > 0
-        same = torch.where(mask, probs, 0)
-        assert_close(out, same / same.sum(-1, keepdim=True, dtype=torch.float32).to(dtype), truth, name)
+        # Of top-p the result is float32, as upstream has it.
+        same = torch.where(mask, probs.float() if name == "top_p" else probs, 0)
+        assert_close(out, same / same.sum(-1, keepdim=True, dtype=torch.float32).to(same.dtype), truth, name)
     logits = (torch.randn(2, 150, device=device) * 100).to(dtype)
     truth = torch.stack([
         torch.where(torch.zeros(150, dtype=torch.bool, device=device).index_fill(
@@ -211,47 +214,55 @@ def test_softmax_of_rows_without_a_distribution(variant, device):
     assert out[:3].isnan().all() and out[3, 7] == 0
     assert_close(out[3:], torch.softmax(logits[3:], -1), torch.softmax(logits[3:].double(), -1))
     temperatures = torch.tensor([1.0, 0.0, -1.0, float("nan"), 1.0], device=device)
-    assert sampling.softmax(torch.randn(5, 130, device=device), temperatures).isnan().all(1).tolist() == [0, 1, 1, 1, 0]
+    assert sampling.softmax(torch.randn(5, 130, device=device), temperatures).isnan().all(1).tolist() == [0, 0, 1, 1, 0]
 
 
-def test_equal_values_are_taken_in_the_order_of_their_indices(variant, device):
+def test_equal_values_are_kept_together(variant, device):
+    """As upstream has it: what is greater than a value counts, and not what equals it."""
     probs = torch.full((3, 140), 1 / 140, device=device)
     probs[1, 100:] = 2 / 140
     probs[2] = 0
     probs[2, [9, 71, 133]] = 1 / 3
-    seeds = dict(seed=1, offset=2)
-    assert sampling.top_k_sampling_from_probs(probs, 1, **seeds).tolist() == [0, 100, 9]
-    assert sampling.top_p_sampling_from_probs(probs, 1e-6, **seeds).tolist() == [0, 100, 9]
-    kept = sampling.top_k_renorm_probs(probs, 2) > 0
-    assert [row.nonzero().flatten().tolist() for row in kept] == [[0, 1], [100, 101], [9, 71]]
-    kept = sampling.top_p_renorm_probs(probs, 0.5) > 0
-    assert [row.nonzero().flatten().tolist() for row in kept] == [list(range(70)), list(range(100, 135)), [9, 71]]
+    whole, equal = list(range(140)), [list(range(140)), list(range(100, 140)), [9, 71, 133]]
+    for out in (
+        sampling.top_k_renorm_probs(probs, 2), sampling.top_k_renorm_probs(probs, torch.full((3,), 2, device=device)),
+        sampling.top_p_renorm_probs(probs, 0.25),
+    ):  # fmt: skip
+        assert [row.nonzero().flatten().tolist() for row in out] == equal
+        torch.testing.assert_close(out.sum(1), torch.ones(3, device=device))
+    kept = sampling.top_k_renorm_probs(probs, 41) > 0
+    assert [row.nonzero().flatten().tolist() for row in kept] == [whole, whole, [9, 71, 133]]
     masked = sampling.top_k_mask_logits(torch.tensor([[0.0, -0.0, -1.0, 0.0]], device=device), 2)
-    assert masked.isfinite().tolist() == [[True, True, False, False]]
+    assert masked.isfinite().tolist() == [[True, True, False, True]]
+    half = torch.randn(2, 300, device=device).mul(4).round().half()
+    for k in (1, 20, 299):
+        least = half.sort(1, descending=True).values[:, k - 1 : k]
+        assert_bitwise(sampling.top_k_mask_logits(half, k), half.where(half >= least, -torch.inf))
 
 
 def test_a_flat_row_has_more_in_between_than_the_list_holds(variant, device, monkeypatch):
     use_tiles(2048, monkeypatch)
     probs = torch.full((1, 5000), 1 / 5000, device=device)
-    probs[0, 4999] = 2 / 5000
+    probs[0, 4999], probs[0, 17] = 2 / 5000, 0.5 / 5000
     functions = [lambda x: sampling.top_p_renorm_probs(x, 0.5001), lambda x: sampling.top_k_renorm_probs(x, 2500)]
     # The search by masses does all that the search by counts does, and the interpreter takes seconds for each.
     for function in functions[: 1 if device.type == "cpu" else 2]:
-        assert (function(probs) > 0).nonzero()[:, 1].tolist() == [*range(2499), 4999]
+        assert (function(probs) == 0).nonzero()[:, 1].tolist() == [17]
 
 
 @pytest.mark.parametrize("columns", [150, pytest.param(9001, marks=pytest.mark.gpu)])
-def test_draws_from_equal_values_are_those_of_the_first(variant, device, columns):
+def test_draws_from_equal_values(variant, device, columns):
     """More are equal to the k-th than a list holds, on a GPU; the same where k is in a tensor."""
-    probs = torch.full((2, columns), 1 / columns, device=device)
-    probs[1, -1] = 0.5
-    seeds = dict(seed=torch.arange(2, device=device), offset=torch.tensor([3], device=device))
-    tokens = sampling.top_k_top_p_sampling_from_probs(probs, 8, 0.5, **seeds)
-    assert tokens[0] < 4 and tokens[1] == columns - 1
-    mixed = sampling.top_k_top_p_sampling_from_probs(probs, torch.tensor([8, columns - 1], device=device), 0.5, **seeds)
-    assert mixed[0] == tokens[0]
-    large = sampling.top_k_top_p_sampling_from_probs(probs[1:], columns - 1, 0.5, seed=1, offset=3)
-    assert_bitwise(mixed[1:], large)
+    probs = torch.full((66, columns), 1 / columns, device=device)
+    probs[:, 3], probs[-1, -1] = 0, 0.5
+    seeds = dict(seed=torch.arange(66, device=device), offset=torch.tensor([3], device=device))
+    tokens = sampling.top_k_top_p_sampling_from_probs(probs, 8, 0.2, **seeds)
+    assert tokens[-1] == columns - 1 and not (tokens == 3).any()
+    # Any of a flat row's may be drawn: 65 draws reach past its first eight.
+    assert tokens[:-1].max() > columns // 2
+    ks = torch.full((66,), 8, device=device)
+    ks[-1] = columns - 1
+    assert_bitwise(sampling.top_k_top_p_sampling_from_probs(probs, ks, 0.2, **seeds), tokens)
 
 
 def test_rows_that_cannot_be_drawn_from(variant, device):
@@ -298,26 +309,35 @@ def test_impossible_parameters(variant, device):
     assert not sampling.top_k_renorm_probs(probs, ks)[1].any()
 
 
-def test_one_element_stands_for_all_rows(variant, device):
-    """Of any shape, on either device, for every filter and seed; and [batch, 1] for [batch]."""
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (1, 3), (2,)])
+def test_a_tensor_has_a_parameter_for_each_row(shape, device):
+    """As upstream has it: what holds for all rows is a number, and no tensor of one element or of more axes."""
     probs = rows_of_probs(3, 70, device)
-    seeds = dict(seed=torch.tensor([5]), offset=torch.tensor(6, device=device))
-    numbers = dict(seed=5, offset=6)
-    for where, shape in ((device, (1,)), ("cpu", ()), ("cpu", (1, 1))):
-        k = torch.full(shape, 4, dtype=torch.int64, device=where)
-        p = torch.full(shape, 0.5, device=where)
-        calls = (
-            (sampling.top_k_top_p_sampling_from_probs, (k, p), (4, 0.5)),
-            (sampling.min_p_sampling_from_probs, (p,), (0.5,)),
-        )
-        for function, given, same in calls:
-            assert_bitwise(function(probs, *given, **seeds), function(probs, *same, **numbers))
-        assert_bitwise(sampling.top_k_renorm_probs(probs, k), sampling.top_k_renorm_probs(probs, 4))
-        assert_bitwise(sampling.top_p_renorm_probs(probs, p.half()), sampling.top_p_renorm_probs(probs, 0.5))
-        assert_bitwise(sampling.top_k_mask_logits(probs, k.int()), sampling.top_k_mask_logits(probs, 4))
-    ks, ps = torch.tensor([1, 4, 70], device=device), torch.tensor([0.5, 0.1, 1.0], device=device)
-    assert_bitwise(sampling.top_k_renorm_probs(probs, ks[:, None]), sampling.top_k_renorm_probs(probs, ks))
-    assert_bitwise(sampling.top_p_renorm_probs(probs, ps[:, None]), sampling.top_p_renorm_probs(probs, ps))
+    k, p = torch.full(shape, 4, device=device), torch.full(shape, 0.5, device=device)
+    for name, call in (
+        ("top_k", lambda: sampling.top_k_sampling_from_probs(probs, k)),
+        ("top_p", lambda: sampling.top_p_sampling_from_probs(probs, p)),
+        ("min_p", lambda: sampling.min_p_sampling_from_probs(probs, p)),
+        ("top_k", lambda: sampling.top_k_top_p_sampling_from_probs(probs, k, 0.5)),
+        ("top_p", lambda: sampling.top_k_top_p_sampling_from_logits(probs, 4, p, filter_apply_order="joint")),
+        ("top_k", lambda: sampling.top_k_renorm_probs(probs, k)),
+        ("top_p", lambda: sampling.top_p_renorm_probs(probs, p)),
+        ("top_k", lambda: sampling.top_k_mask_logits(probs, k)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: got a tensor .*allowed: a tensor \[3\], or a number"):
+            call()
+    if shape != (1,):
+        with pytest.raises(ValueError, match=r"^seed: got .*allowed: a number, \[1\] or \[3\]"):
+            sampling.sampling_from_probs(probs, seed=k, offset=k)
+
+
+def test_renormalised_dtypes(device):
+    """Of top-p float32, whatever the probabilities come in, as upstream has it; of top-k theirs."""
+    probs = rows_of_probs(3, 70, device)
+    for dtype in (torch.float16, torch.bfloat16):
+        got = sampling.top_p_renorm_probs(probs.to(dtype), 0.5)
+        assert_bitwise(got, sampling.top_p_renorm_probs(probs.to(dtype).float(), 0.5))
+        assert sampling.top_k_renorm_probs(probs.to(dtype), 4).dtype == dtype
 
 
 def test_parameters_of_other_dtypes(variant, device):
@@ -376,9 +396,28 @@ def test_parameters_of_rows_that_are_drawn_from_several_times(variant, device):
     ):
         expected = function(probs, *(x[indices] for x in given), **seeds)
         assert_bitwise(function(probs, *given, **seeds), expected)
-        assert_bitwise(function(probs, *(x[:, None] for x in given), **seeds), expected)
     only_one = sampling.top_k_sampling_from_probs(probs, torch.ones_like(ks), **seeds)
     assert_bitwise(only_one, probs.argmax(1)[indices])
+
+
+def test_parameters_where_there_are_as_many_outputs_as_rows(variant, device):
+    """Those of top-p, and of top-k beside it, are the rows' own; those of top-k alone and min-p are the outputs'."""
+    probs, indices = rows_of_probs(3, 70, device), torch.tensor([2, 0, 0], dtype=torch.int32, device=device)
+    ks, ps = torch.tensor([1, 4, 9], device=device), torch.tensor([0.2, 0.9, 1e-6], device=device)
+    drawn, joint = probs[indices], dict(filter_apply_order="joint")
+    for function, given, by_row, options in (
+        (sampling.top_k_sampling_from_probs, (ks,), False, {}),
+        (sampling.min_p_sampling_from_probs, (ps,), False, {}),
+        (sampling.top_p_sampling_from_probs, (ps,), True, {}),
+        (sampling.top_k_top_p_sampling_from_probs, (ks, ps), True, {}),
+        (sampling.top_k_top_p_sampling_from_probs, (ks, ps), True, joint),
+        (sampling.top_k_top_p_sampling_from_logits, (ks, ps), True, {}),
+        (sampling.top_k_top_p_sampling_from_logits, (ks, ps), True, joint),
+    ):
+        for seed in range(4):
+            options |= dict(seed=seed, offset=7)
+            expected = function(drawn, *(x[indices] if by_row else x for x in given), **options)
+            assert_bitwise(function(probs, *given, indices=indices, **options), expected)
 
 
 def test_a_rows_own_seed_makes_it_independent_of_its_place(variant, device):
@@ -399,7 +438,7 @@ def test_seeds(device):
     draw = sampling.sampling_from_probs
     shared = draw(probs, seed=5, offset=6)
     assert len(set(shared.tolist())) == 3  # rows that share a seed draw numbers of their own
-    assert_bitwise(draw(probs, seed=torch.tensor(5, device=device), offset=torch.tensor([6], device=device)), shared)
+    assert_bitwise(draw(probs, seed=torch.tensor([5], device=device), offset=torch.tensor([6], device=device)), shared)
     # Offsets of their own are no seeds of their own.
     seed, offsets = torch.tensor([5], device=device), torch.full((3,), 6, device=device)
     assert_bitwise(draw(probs, seed=seed, offset=offsets), shared)
@@ -481,12 +520,13 @@ def test_bad_input_of_the_others():
     probs = torch.ones(2, 8)
     for call, argument in (
         (lambda: sampling.min_p_sampling_from_probs(probs, 1.5), "min_p"),
-        (lambda: sampling.softmax(probs, 0), "temperature"),
+        (lambda: sampling.softmax(probs, -1), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(3)), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(1)), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(2, 1)), "temperature"),
         (lambda: sampling.softmax(probs, torch.ones(2, dtype=torch.int32)), "temperature"),
         (lambda: sampling.softmax(probs, True), "temperature"),
+        (lambda: sampling.softmax(probs, "1"), "temperature"),
         (lambda: sampling.softmax(torch.ones(8)), "logits"),
         (lambda: sampling.top_k_mask_logits(torch.ones(8), 2), "logits"),
         (lambda: sampling.top_k_mask_logits(probs, -1), "top_k"),

@@ -54,11 +54,14 @@ def scaled_at(
     """Logits of raw products `s`, in base e times UNIT (LOG2E gives base 2). Other arguments broadcast to `s`;
     `distance` is the key's position less the query's."""
     if SOFT_CAP:
-        s = (soft_cap * UNIT) * _tanh(s * (scale / soft_cap))
+        s = s * (scale / soft_cap)
+        if ALIBI:
+            s += (slopes / soft_cap) * distance.to(tl.float32)
+        s = (soft_cap * UNIT) * _tanh(s)
     else:
         s = s * (scale * UNIT)
-    if ALIBI:
-        s += (slopes * UNIT) * distance.to(tl.float32)
+        if ALIBI:
+            s += (slopes * UNIT) * distance.to(tl.float32)
     return s
 
 

@@ -112,6 +112,22 @@ def test_lengths_of_queries_and_a_short_result(backend, device, monkeypatch):
     assert run(backend, x.arguments(0), monkeypatch).shape == (4, 0)
 
 
+@pytest.mark.parametrize("clean", (False, True))
+@pytest.mark.parametrize("backend", ("auto", "portable", "sm90"))
+def test_lengths_past_the_table(backend, clean, device, monkeypatch):
+    """A table is a view of a wider one. A card's lengths are not looked at, and what lies beside the view is not read:
+    those keys are not there."""
+    monkeypatch.setattr("flashinfer.paged_mqa.check_pages", lambda *_: None)
+    x = Case([48, 33], device=device)
+    arguments = x.arguments(48, clean_logits=clean)
+    arguments["block_table"] = arguments["block_table"][:, :2]
+    got = run(backend, arguments, monkeypatch).cpu()
+    same, truth = (x.truth(dtype, 32) for dtype in (torch.float32, torch.float64))
+    assert_close(got[:, :32], same, truth, "logits")
+    if clean:
+        assert (got[:, 32:] == -torch.inf).all()
+
+
 def test_no_requests():
     x = Case([5])
     x.q, x.weights, x.lens, x.tables = x.q[:0], x.weights[:0], x.lens[:0], x.tables[:0]

@@ -168,3 +168,17 @@ def test_refusals():
         fused_moe.prepare_bgmv_moe(**call, backend="cuda")
     with pytest.raises(ValueError, match="^y_accum"):
         fused_moe.prepare_bgmv_moe(**call, y_accum=torch.empty(5, 23))
+
+
+@pytest.mark.parametrize("columns", (None, 60))
+def test_under_the_compiler(columns, device):
+    """One graph; the addresses of the weights are read where it runs."""
+    x, given = torch.randn(5, 40, device=device).to(HALF), pairs(device)
+    a, b = bank(RANK, 40, HALF, device), bank(24, RANK, HALF, device)
+    weights = torch.rand(len(given[0]), device=device)
+
+    def call(x, a, b):
+        return fused_moe.bgmv_moe(x * 2, [a, a], [b, b], *given, weights, EXPERTS, columns) + 1
+
+    torch._dynamo.reset()
+    assert_bitwise(torch.compile(call, fullgraph=True, backend="aot_eager")(x, a, b), call(x, a, b))
