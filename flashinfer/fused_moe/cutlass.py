@@ -439,7 +439,7 @@ def _tokens(encoding, x, factors, swizzled: bool, scales) -> experts.Tokens:
     require(isinstance(factors, torch.Tensor), "input_sf", factors, "a tensor of bytes, as the input is quantised")
     high, wide = layouts.padded(len(x), blocks, layout)
     flat = factors.view(torch.uint8) if factors.is_contiguous() else factors
-    fits = factors.is_contiguous() and flat.numel() == high * wide
+    fits = factors.is_contiguous() and layouts.holds(factors, len(x), blocks, layout)
     require(fits, "input_sf", f"{factors.dtype} {tuple(factors.shape)}", f"{high} x {wide} bytes, {layout}")
     return experts.Tokens(x, rows, flat.view(-1) if swizzled else flat.view(high, wide), layout)
 

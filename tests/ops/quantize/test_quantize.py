@@ -605,6 +605,10 @@ BAD = {
     "a mask of floats": (flashinfer.mxfp8_grouped_quantize, (CUBE, torch.ones(2)), "mask"),
     "an alignment of 16": (flashinfer.mxfp8_quantize, (ROWS, True, 16), "alignment"),
     "too few factors": (flashinfer.mxfp4_dequantize, (torch.zeros(4, 32).byte(), torch.zeros(8).byte()), "a_sf"),
+    "factors of columns": (
+        flashinfer.e2m1_and_ufp8sf_scale_to_float,
+        (torch.zeros(3, 32).byte(), torch.zeros(4, 3).byte(), None, 16, 1, False), "ufp8_scale_tensor",
+    ),
     "float32 factors": (flashinfer.block_scale_interleave, (torch.ones(4, 4),), "unswizzled_sf"),
     "a page of 6": (flashinfer.nvfp4_quantize_paged_kv_cache, (torch.ones(1, 1, 6, 16).half(),) * 2, "k_cache"),
     "more slots than rows": (APPEND, (KEYS, KEYS, torch.arange(4), CACHE, SF, 1.0, 1.0), "append_key"),

@@ -619,6 +619,23 @@ def test_factors_of_other_experts_are_refused(encoding, which, count):
             )
 
 
+@pytest.mark.parametrize("name", ["hidden_states_scale", "gemm1_weights_scale", "gemm2_weights_scale"])
+def test_factors_of_columns_are_refused(name):
+    """As many bytes, in rows of another length."""
+    H, M = 256, 128
+    x, x_scale, _ = random("mxfp8", tokens("cpu"), H)
+    w1, s1, _ = weights("mxfp8", E, 2 * M, H)
+    w2, s2, _ = weights("mxfp8", E, H, M)
+    given = {"hidden_states_scale": x_scale, "gemm1_weights_scale": s1, "gemm2_weights_scale": s2}
+    given[name] = given[name].mT.contiguous()
+    with pytest.raises(ValueError, match=f"^{name}: got .*allowed: "):
+        fused_moe.trtllm_fp8_block_scale_routed_moe(
+            chosen("cpu"), None, x, given["hidden_states_scale"], w1, given["gemm1_weights_scale"], w2,
+            given["gemm2_weights_scale"], E, K, None, None, M, 0, E, None,
+            fp8_quantization_type=Fp8QuantizationType.MxFp8,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("shape", [(), (H,), (1, 4, H)])
 def test_rows_of_other_axes(shape):
     x, logits = torch.zeros(shape).to(torch.float8_e4m3fn), torch.randn(4, E)
