@@ -349,6 +349,14 @@ def test_recipe_of_the_environment(monkeypatch, device):
         assert_bitwise(largest, torch.full((1,), torch.finfo(torch.float32).max, device=device))
         made = flashinfer.nvfp4_quantize(empty, largest, nvfp4_4over6=None)
         assert not any(part.view(torch.uint8).any() for part in made)
+    # Magnitudes below 2688 over the largest float32.
+    tiny = torch.zeros(2, 32, device=device).bfloat16()
+    tiny[:, ::3] = 3e-38
+    scale = quantization.make_nvfp4_global_scale(tiny, False)
+    assert_bitwise(scale, torch.full((1,), torch.finfo(torch.float32).max, device=device))
+    codes, factors = flashinfer.nvfp4_quantize(tiny, scale, SfLayout.layout_linear, nvfp4_4over6=None)
+    values = truth.decode("e2m1", truth.unpack(codes)).view(2, 2, 16) * truth.decode("e4m3", factors)[..., None]
+    assert torch.allclose(values.flatten(1) / scale.double(), tiny.double(), rtol=0.1, atol=0)
     assert NVFP44Over6Config(err_mode="mse") == NVFP44Over6Config(err_mode=1)
     for bad in (dict(e4m3_max=300), dict(err_mode="RMS")):
         with pytest.raises(ValueError, match=next(iter(bad))):

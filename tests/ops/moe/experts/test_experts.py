@@ -684,11 +684,20 @@ def test_a_method_that_is_none():
      ("token_selected_experts", torch.zeros(4, 0).int()), ("token_selected_experts", torch.zeros(4, 33).int())],
 )  # fmt: skip
 def test_bad_input_of_cutlass(name, change):
+    _refused_by_cutlass(name, change)
+
+
+@pytest.mark.parametrize("name", ["swiglu_alpha", "swiglu_beta", "swiglu_limit"])
+def test_numbers_of_swiglu_are_none_of_situ(name):
+    _refused_by_cutlass(name, torch.ones(E), activation_type=ActivationType.Situ)
+
+
+def _refused_by_cutlass(name, change, **others):
     (x, w1, w2), _ = bf16_layer("cpu")
     call = dict(zip(("token_selected_experts", "token_final_scales"), chosen("cpu")))
     call |= {"input": x, "fc1_expert_weights": w1, "fc2_expert_weights": w2, "output_dtype": BF16, "quant_scales": None}
     with pytest.raises(ValueError, match=f"^{name}.*: got .*allowed: "):
-        fused_moe.cutlass_fused_moe(**call | {name: change})
+        fused_moe.cutlass_fused_moe(**call | others | {name: change})
 
 
 @pytest.mark.gpu
