@@ -320,6 +320,12 @@ def test_bad_plans_and_runs():
     tree.plan(wrapper)
     with pytest.raises(ValueError, match="^q: got torch.float32; allowed: "):
         wrapper.run(tree.q.float(), tree.paged.kv_cache)
+    tables = tree.tables()
+    tables[3][1] = tables[3][1] + 100
+    with pytest.raises(ValueError, match="^paged_kv_last_page_len: got "):
+        wrapper.plan(*tables, *tree.sizes(), causal=True)
+    with pytest.raises(ValueError, match="allowed: after plan"):
+        wrapper.run(tree.q, tree.paged.kv_cache)
     fixed = flashinfer.MultiLevelCascadeAttentionWrapper(
         2, workspace("cpu"), use_cuda_graph=True, **graph_buffers(2, 4, 32, "cpu")
     )
