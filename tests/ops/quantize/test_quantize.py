@@ -193,7 +193,7 @@ def test_fp4_quantize_takes_what_it_documents(variant, device, dtype):
 def test_batched_and_grouped(variant, device):
     x = rows((3, 9, 80), torch.bfloat16, device)
     scales = torch.tensor([5.0, 0.3, 40.0], device=device)
-    for given in (scales, scales[:1]):
+    for given in (scales, scales[:1], scales.repeat_interleave(2)[::2], scales[:1].expand(3)):
         codes, factors = flashinfer.nvfp4_batched_quantize(x, given)
         for i in range(3):
             nibbles, expected = truth.nvfp4(x[i], given[i % len(given)])
