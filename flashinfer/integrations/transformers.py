@@ -278,7 +278,7 @@ def _slots(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.
     """Keys and values [batch, heads, length, dim] as [slots, heads, dim], where token (b, s) has slot b * pitch + s."""
     both = [key, value]
     pitches = [t.stride(0) / max(t.stride(2), 1) if len(t) > 1 else t.shape[2] for t in both]
-    if pitches[0] != pitches[1] or pitches[0] % 1 or any(t.stride(3) != 1 for t in both):
+    if pitches[0] != pitches[1] or pitches[0] % 1 or any(t.stride(3) != 1 or not t.stride(2) for t in both):
         both, pitches = [t.contiguous() for t in both], [key.shape[1] * key.shape[2]]
     pitch = int(pitches[0])
     size, heads, length, _ = key.shape

@@ -198,6 +198,16 @@ def call(**changed):
     return integration.attention(Layer(), **given)[0]
 
 
+@pytest.mark.parametrize("length", (1, 5))
+def test_keys_of_one_place(length):
+    """A stride of 0 between tokens."""
+    q, k, v = torch.randn(3, 2, 4, 1, 16).unbind(0)
+    k, v = (t[:, :2].as_strided((2, 2, length, 16), (64, 16, 0, 1), t.storage_offset()) for t in (k, v))
+    out = call(query=q, key=k, value=v, is_causal=False)
+    shared = (t.repeat_interleave(2, 1).contiguous() for t in (k, v))
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, *shared).transpose(1, 2))
+
+
 def test_offsets_of_packed_requests():
     """What vision towers pass: cu_seq_lens, without causality."""
     q, k, v = torch.randn(3, 1, 2, 7, 16)
