@@ -39,6 +39,7 @@ def test_every_rank_has_one_place_and_groups_partition_ranks():
         ({"world_size": 4, "tp_size": 2}, "world_size: got 4; allowed: 2"),
         ({"world_size": 4, "tp_size": 4, "moe_ep_size": 3, "moe_tp_size": 1}, "moe_tp_size \\* moe_ep_size"),
         ({"world_size": 2, "tp_size": 2, "attn_tp_size": 2, "attn_cp_size": 2}, "attn_tp_size \\* attn_cp_size: got 4"),
+        ({"world_size": 2, "tp_size": 2, "moe_cluster_size": 4}, "moe_tp_size \\* moe_ep_size.* got 0; allowed: 2"),
         ({"rank": 1}, "rank: got 1; allowed: 0 to 0"),
         ({"tp_size": 0}, "^tp_size: got 0; allowed: 1 or more"),
         ({"moe_ep_size": 0}, "^moe_ep_size: got 0"),
