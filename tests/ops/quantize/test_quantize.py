@@ -502,6 +502,10 @@ def test_block_scale_interleave(variant, device, dtype):
     assert_bitwise(flashinfer.block_scale_interleave(factors, out=memory[1:-1]), out)
     assert_bitwise(memory[1:-1], out)
     assert memory[0] == memory[-1] == 7
+    whole = torch.zeros(128 * 8 + 1, dtype=dtype, device=device)
+    for given, out in ((whole[1:].view(128, 8), whole[1:]), (whole[:-1].view(128, 8), whole[1:])):
+        with pytest.raises(ValueError, match="^out: got some of the memory of unswizzled_sf"):
+            flashinfer.block_scale_interleave(given, out=out)
     assert_bitwise(flashinfer.nvfp4_block_scale_interleave(factors[1]), truth.arranged(factors[1], "128x4"))
 
 
