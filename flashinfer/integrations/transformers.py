@@ -228,8 +228,9 @@ def attention(
     if sliding_window is not None and not causal:
         raise ValueError(f"sliding_window: got {sliding_window} without is_causal; allowed: with it, or in a 4D mask")
     heads, kv_heads = query.shape[1], batch.k.shape[1]
+    layer = getattr(module, "layer_idx", None)
     wrapper = _plan(
-        batch, getattr(module, "layer_idx", None), query.device, heads, kv_heads, query.shape[-1], head_dim_vo=batch.v.shape[-1], causal=causal,
+        batch, layer, query.device, heads, kv_heads, query.shape[-1], head_dim_vo=batch.v.shape[-1], causal=causal,
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling), q_data_type=query.dtype,
         window_left=sliding_window - 1 if sliding_window else -1, logits_soft_cap=softcap, kv_data_type=batch.k.dtype,
     )  # fmt: skip
