@@ -580,6 +580,7 @@ BAD = [
     ("gemm1_lora_delta", {"gemm1_lora_delta": lambda c: torch.ones(1)}),
     ("gemm1_lora_delta", {"gemm1_lora_delta": lambda c: torch.ones(4, 2, 128, dtype=torch.int32)}),
     ("routing_replay_out", {"routing_replay_out": lambda c: torch.ones(1)}),
+    ("routing_replay_out", {"routing_replay_out": lambda c: torch.ones(K, dtype=torch.int16).expand(4, K)}),
 ]
 
 
