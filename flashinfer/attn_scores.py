@@ -263,7 +263,8 @@ def _fp4_paged_mqa_logits(
     require(starts, "kv_fused", f"blocks {strides[0]} bytes apart", "blocks that start on 4 bytes, the first on 16")
     for name, t in (("q_sf", q_sf), ("kv_fused", kv_fused), ("weights", weights)):
         require(t.device == device, name, f"a tensor on {t.device}", f"{device}, where q is")
-    require(weights.dtype == torch.float32 and weights.numel() == batch * tokens * heads, "weights",
+    fits = weights.shape[-1:] == (heads,) and weights.numel() == batch * tokens * heads
+    require(fits and weights.dtype == torch.float32, "weights",
             f"{weights.dtype} {tuple(weights.shape)}", f"float32 [{batch * tokens}, {heads}]")  # fmt: skip
     pages, size = shape[:2]
     keys = kv_fused.as_strided((pages, size, stored), (strides[0], stored, 1))

@@ -99,7 +99,8 @@ def _fp8_paged_mqa_logits(
     device = q.device
     for name, t in (("kv_cache", kv_cache), ("weights", weights)):
         require(t.device == device, name, f"a tensor on {t.device}", f"{device}, where q is")
-    fits = weights.dtype == torch.float32 and weights.numel() == batch * tokens * heads
+    fits = weights.dtype == torch.float32 and weights.shape[-1:] == (heads,)
+    fits = fits and weights.numel() == batch * tokens * heads
     require(fits, "weights", f"{weights.dtype} {tuple(weights.shape)}", f"float32 [{batch * tokens}, {heads}]")
     each = context_lens.dim() == 2 and context_lens.shape[1] > 1
     shape = (batch, tokens) if each else (batch, 1) if context_lens.dim() == 2 else (batch,)

@@ -137,14 +137,16 @@ class PODWithPagedKVCacheWrapper(OneWorkspace):
         ValueError
             As `BatchDecodeWithPagedKVCacheWrapper.plan`, which also says what is copied and what is kept.
         """
-        self._options: dict[str, Any] = dict(
+        options: dict[str, Any] = dict(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, sm_scale=sm_scale, rope_scale=rope_scale,
             rope_theta=rope_theta,
         )  # fmt: skip
         self._decode.plan(
             indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, data_type=data_type, non_blocking=non_blocking, **self._options,
+            kv_data_type=kv_data_type, data_type=data_type, non_blocking=non_blocking, **options,
         )  # fmt: skip
+        # Only now: what is refused leaves the plan before it as it was.
+        self._options = options
 
     begin_forward = plan
 

@@ -213,6 +213,29 @@ def check_apart(
                             "all of it in its place, or memory of its own")  # fmt: skip
 
 
+def check_spans(
+    outputs: Iterable[tuple[str, torch.Tensor | None]], inputs: Iterable[tuple[str, torch.Tensor | None]],
+    apart: tuple[str, ...] = (),
+) -> None:  # fmt: skip
+    """`check_apart` of contiguous tensors, whose bytes are one span each, in a fraction of its time. An output may be
+    in the place of an input but for those that `apart` names."""
+    written: list[tuple[str, int, int]] = []
+    for name, x in outputs:
+        if x is not None:
+            begin = x.data_ptr()
+            end = begin + x.nbytes
+            for other, first, last in written:
+                require(end <= first or last <= begin, name, f"the memory of {other}", "memory of its own")
+            written.append((name, begin, end))
+    for name, x in inputs:
+        if x is not None:
+            begin = x.data_ptr()
+            end = begin + x.nbytes
+            for output, first, last in written:
+                if begin < last and first < end and ((begin, end) != (first, last) or name in apart):
+                    require(False, output, f"some of the memory of {name}", "memory of its own")
+
+
 def _in_place(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors have the same bytes in the same order, as a tensor and its views of other axes have."""
     if x.data_ptr() != y.data_ptr() or x.nbytes != y.nbytes:

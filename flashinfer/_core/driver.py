@@ -119,6 +119,10 @@ def encode(argument: str, tensor: torch.Tensor, dtype: str, block: tuple[int, ..
     require(dtype_name(tensor.dtype) == dtype and dtype in _MAP_TYPES, f"{argument} dtype", tensor.dtype, dtype)
     require(strides[-1] == 1, f"{argument} last stride", strides[-1], "1")
     aligned = tensor.data_ptr() % 16 == 0 and all(stride * item % 16 == 0 for stride in strides[:-1])
+    if not aligned:
+        # Nothing steps along a dimension of one element, but the driver wants its stride whole, too.
+        strides = (*(16 if size == 1 else stride for size, stride in zip(sizes, strides[:-1])), strides[-1])
+        aligned = tensor.data_ptr() % 16 == 0 and all(stride * item % 16 == 0 for stride in strides[:-1])
     require(aligned, f"{argument} strides", strides, "a base and outer strides that are multiples of 16 bytes")
     plain = wish is not None and wish["elem_size"] == item and not (wish["fp4_padded"] or wish.get("is_im2col"))
     require(plain, f"{argument} map", wish, f"a tiled map of {item}-byte elements")

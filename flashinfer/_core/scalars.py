@@ -24,4 +24,5 @@ def scales(name: str, value, device: torch.device, entries: int = 1) -> torch.Te
     require(value.numel() in (1, entries), name, tuple(value.shape), allowed)
     near = value.device == device or (value.numel() == 1 and not value.is_meta)
     require(near, name, f"a tensor on {value.device}", f"{device}, where the rows are")
-    return value.reshape(-1).to(device=device, dtype=torch.float32)
+    # Kernels read one scale after another.
+    return value.reshape(-1).to(device=device, dtype=torch.float32).contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import UnsupportedConfig, as_dtype, present, require
+from flashinfer._core.checks import NoPlan, UnsupportedConfig, as_dtype, present, require
 from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.ops.attention.copies import MadeOfWrappers
 from flashinfer.ops.attention.host_tables import host_lengths
@@ -74,6 +74,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         require(1 <= num_levels <= _MOST_LEVELS, "num_levels", num_levels, f"1 ... {_MOST_LEVELS}")
         self._num_levels = num_levels
         self._use_cuda_graph = use_cuda_graph
+        self._has_plan = False
         buffers = dict(
             qo_indptr_buf=qo_indptr_buf_arr,
             paged_kv_indptr_buf=paged_kv_indptr_buf_arr,
@@ -189,8 +190,8 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
             self._require_levels(name, per_level)
         self._check_rows(qo_indptr_arr)
         allowed = ", ".join(map(str, V_DTYPES))
-        self._q_dtype = present("q_data_type", as_dtype(q_data_type), allowed)
-        require(self._q_dtype in V_DTYPES, "q_data_type", self._q_dtype, allowed)
+        q_dtype = present("q_data_type", as_dtype(q_data_type), allowed)
+        require(q_dtype in V_DTYPES, "q_data_type", q_dtype, allowed)
         masks = [None] * self._num_levels
         if self._num_levels > 1:
             if pos_encoding_mode != "NONE":
@@ -206,6 +207,8 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
                 for i, level in enumerate(self._levels):
                     host_lengths(tuple(tables[j][i] for j in (0, 1, 3, 2)), level._names, page_size, 0)
                 masks = _window_masks(tables, page_size, window_left, self._levels[0].device)
+        # Where a level refuses its tables, those before it have new ones already.
+        self._has_plan = False
         for i, (level, mask) in enumerate(zip(self._levels, masks)):
             last = i == self._num_levels - 1
             level.plan(
@@ -220,9 +223,10 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
                 logits_soft_cap=logits_soft_cap,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
-                q_data_type=self._q_dtype,
+                q_data_type=q_dtype,
                 kv_data_type=kv_data_type,
             )
+        self._has_plan = True
 
     begin_forward = plan
 
@@ -257,8 +261,10 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         Raises
         ------
         ValueError
-            Before `plan`; tensors other than planned.
+            Before `plan`, or after one that a level refused; tensors other than planned.
         """
+        if not self._has_plan:
+            raise NoPlan("MultiLevelCascadeAttentionWrapper.run: got no plan; allowed: after plan()")
         if self._num_levels == 1:
             return self._levels[0].run(q, paged_kv_cache)
         require(q.dim() == 3, "q", tuple(q.shape), "[rows, num_qo_heads, head_dim]")

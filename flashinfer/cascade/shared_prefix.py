@@ -180,9 +180,11 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(OneWorkspace):
 
         Notes
         -----
-        The tensors are kept by reference until `forward` has planned.
+        Tables are copied, since `forward` may plan again. Page ids on the wrapper's device are kept by reference.
         """
-        table = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        there = paged_kv_indices.device == self._unique.device
+        indices = paged_kv_indices if there else paged_kv_indices.clone()
+        table = qo_indptr.clone(), paged_kv_indptr.clone(), indices, paged_kv_last_page_len.clone()
         self._batch = (*table, num_qo_heads, num_kv_heads, head_dim, page_size)
         self._planned = None
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
+from flashinfer._core.checks import check_spans, dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._patterns import PATTERNS, Pattern, check_results, given_rows
 from flashinfer.comm._workspaces import (
@@ -240,14 +240,17 @@ moe_reduction_token_input : int and torch.Tensor
     norm = _norm(kind, input, tokens, residual_in, rms_gamma, rms_eps, weight_bias, scale_factor)
     outs = (output, residual_out, norm_out, quant_out, scale_out)
     results, fmt, layout = check_results(kind, input, tokens, outs, layout_code, block_quant_group_size)
-    same_device(**_named(rows, norm, results))
+    read, written = _named(rows, norm), _named_results(results)
+    same_device(**read, **written)
+    # Of experts' rows a token reads those of others.
+    check_spans(written.items(), read.items(), apart=("input",) if kind.source == "finalize" else ())
     norm = norm._replace(scale=scale_factor if fmt else None)
     _run(workspace, kind, input, tokens, rows, norm, results, (fmt, layout), use_oneshot)
     return present("output", results.sum if not kind.norm else results.normed if kind.normed else results.codes)
 
 
-def _named(rows: Rows, norm: Norm, results: Results) -> dict:
-    """The tensors of a call by the names of its arguments."""
+def _named(rows: Rows, norm: Norm) -> dict:
+    """The tensors that a call reads, by the names of its arguments."""
     return {
         "input": rows.rows,
         "moe_reduction_active_experts_token_input": rows.experts,
@@ -256,6 +259,11 @@ def _named(rows: Rows, norm: Norm, results: Results) -> dict:
         "shared_expert_output": rows.beside,
         "residual_in": norm.residual,
         "rms_gamma": norm.weight,
+    }
+
+
+def _named_results(results: Results) -> dict:
+    return {
         "output": results.sum,
         "residual_out": results.residual,
         "norm_out": results.normed,

@@ -75,7 +75,7 @@ class Mapping:
         if moe_tp_size == -1:
             moe_tp_size = tp_size // (max(moe_ep_size, 1) * moe_cluster_size)
         if moe_ep_size == -1:
-            moe_ep_size = tp_size // (moe_tp_size * moe_cluster_size)
+            moe_ep_size = tp_size // (max(moe_tp_size, 1) * moe_cluster_size)
         if attn_tp_size == -1:
             attn_tp_size = tp_size if attn_cp_size == -1 else tp_size * cp_size // attn_cp_size
         if attn_cp_size == -1:

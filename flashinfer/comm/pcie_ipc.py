@@ -314,8 +314,10 @@ class PcieIpcAllReduceWorkspace:
     def _received(self, sent: torch.Tensor, like: torch.Tensor, shape, out) -> torch.Tensor:
         beside = torch.zeros(*sent.shape[:2], 4, dtype=torch.uint8, device=sent.device)
         got, _ = exchange_blocks(self._blocks, (sent, beside), (torch.empty_like(sent), torch.empty_like(beside)))
-        parts = got.transpose(0, 1).reshape(self.world_size, -1)[:, : like.nbytes].contiguous().view(like.dtype)
-        parts = parts.view(shape)
+        parts = like.new_empty(shape)
+        if parts.numel():
+            rows = got.transpose(0, 1).reshape(self.world_size, -1)[:, : like.nbytes]
+            parts.view(self.world_size, -1).view(torch.uint8).copy_(rows)
         if out is None:
             return parts
         fits = tuple(out.shape) == tuple(shape) and out.dtype == like.dtype

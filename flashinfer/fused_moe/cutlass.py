@@ -234,7 +234,8 @@ def _activation(act: str, shape, situ, clamp, count: int, device) -> experts.Act
     numbers = [0.0, 0.0, experts.STEP_LIMIT]
     alpha, beta, limit = shape
     if act == "situ":
-        require(limit is None, "swiglu_limit", "a tensor", "None with Situ")
+        for name, value in zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), shape, strict=True):
+            require(value is None, name, "a tensor", "None with Situ")
         given = [_scale_of(name, value, count, device) for name, value in situ.items()]
         numbers[:2] = [number or default for (_, number), default in zip(given, SITU_SCALES, strict=True)]
         alpha, beta = (tensor for tensor, _ in given)
@@ -368,7 +369,9 @@ def _column_scales(name: str, scale, count: int, n: int, device) -> torch.Tensor
     require(scale.device == device, name, f"a tensor on {scale.device}", f"{device}, where the rows are")
     if not scale.numel():
         return torch.ones(1, n, dtype=torch.float32, device=device)
-    require(scale.numel() in (n, count * n), name, tuple(scale.shape), f"[{n}] or [{count}, {n}]")
+    longer = [size for size in scale.shape if size != 1]
+    fits = scale.numel() in (n, count * n) and (longer or [1])[-1] in (n, count * n)
+    require(fits, name, tuple(scale.shape), f"[{n}] or [{count}, {n}]")
     return _as_bf16(name, scale).float().reshape(-1, n)
 
 
@@ -439,7 +442,7 @@ def _tokens(encoding, x, factors, swizzled: bool, scales) -> experts.Tokens:
     require(isinstance(factors, torch.Tensor), "input_sf", factors, "a tensor of bytes, as the input is quantised")
     high, wide = layouts.padded(len(x), blocks, layout)
     flat = factors.view(torch.uint8) if factors.is_contiguous() else factors
-    fits = factors.is_contiguous() and flat.numel() == high * wide
+    fits = factors.is_contiguous() and layouts.holds(factors, len(x), blocks, layout)
     require(fits, "input_sf", f"{factors.dtype} {tuple(factors.shape)}", f"{high} x {wide} bytes, {layout}")
     return experts.Tokens(x, rows, flat.view(-1) if swizzled else flat.view(high, wide), layout)
 

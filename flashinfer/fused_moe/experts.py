@@ -411,7 +411,8 @@ def _run_quantize(x, encoding, global_scale, token_map, tile, codes, factors, ro
 def expert_factors(name: str, scale, experts: int, n: int, blocks: int, layout: str) -> torch.Tensor:
     """Scale factors of a byte of weights [experts, .]: [experts, n, blocks], or flat for each expert if tiled."""
     high, wide = layouts.padded(n, blocks, layout)
-    fits = scale.shape[:1] == (experts,) and scale.is_contiguous() and scale.nbytes == experts * high * wide
+    fits = scale.shape[:1] == (experts,) and scale.is_contiguous()
+    fits = fits and layouts.holds(scale, n, blocks, layout, experts)
     allowed = f"{high} x {wide} bytes for each of {experts} experts, contiguous: {n} rows of {blocks}, {layout}"
     require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", allowed)
     scale = scale.view(torch.uint8)

@@ -179,7 +179,8 @@ def mono_moe(
     Notes
     -----
     The experts' kernels read the up-projection first. A copy of expert_weights_up in that order is kept as an attribute
-    of that tensor, and made again where the tensor was written to; while a CUDA graph is captured, it is not kept.
+    of that tensor, and made again after a write that torch counts, which one through `.data` is not. While a CUDA graph
+    is captured, it is not kept, nor is that of an inference tensor, whose writes torch does not count.
 
     References
     ----------
@@ -236,14 +237,15 @@ def mono_moe(
 
 
 def _up_first(up: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """The weights with the up-projection's rows first, kept with the tensor."""
-    state = (up.data_ptr(), 0 if up.is_inference() else up._version, tuple(up.shape), interleaved)
-    kept = getattr(up, _KEPT, None)
+    """The weights with the up-projection's rows first, kept with the tensor where torch counts the writes to it."""
+    counted = not up.is_inference()
+    state = (up.data_ptr(), up._version if counted else 0, tuple(up.shape), interleaved)
+    kept = getattr(up, _KEPT, None) if counted else None
     if kept is not None and kept[0] == state:
         return kept[1]
     codes = up.view(torch.uint8)
     halves = codes.unflatten(1, (-1, 2, 8)).transpose(1, 2) if interleaved else codes.unflatten(1, (2, -1, 8))
     made = halves.flip(1).reshape(up.shape).view(up.dtype)
-    if not (up.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if counted and not (up.is_cuda and torch.cuda.is_current_stream_capturing()):
         setattr(up, _KEPT, (state, made))
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
+from flashinfer._core.checks import check_apart, dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.compat.queries import answering
 from flashinfer.ops.moe import finalize as finalize_room
@@ -396,4 +396,5 @@ def check_replay(replay, shape):
     require(fits, "routing_replay_out", tuple(replay.shape), f"[{tokens} or more, {top_k}]")
     require(replay.dtype == torch.int16, "routing_replay_out", replay.dtype, "int16")
     require(top_k == 1 or replay.stride(1) == 1, "routing_replay_out", f"strides {replay.stride()}", "contiguous rows")
+    check_apart([("routing_replay_out", replay)])
     return replay[:tokens]

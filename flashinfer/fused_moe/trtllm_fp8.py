@@ -17,6 +17,7 @@ from flashinfer.fused_moe.trtllm import (
     routed_by_ids,
     routed_by_logits,
 )
+from flashinfer.ops import layouts
 from flashinfer.ops.formats import FACTOR_DTYPES
 from flashinfer.ops.moe.experts import extents
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout
@@ -301,7 +302,8 @@ def _row_factors(name, scale, x, deepseek: bool) -> torch.Tensor:
 def byte_factors(name, scale, tokens: int, blocks: int) -> torch.Tensor:
     """Row-major scale factors of a byte, [tokens, blocks]."""
     require(isinstance(scale, torch.Tensor), name, scale, "a tensor of bytes")
-    fits = scale.dtype in FACTOR_DTYPES and scale.numel() == tokens * blocks and scale.is_contiguous()
+    fits = layouts.holds(scale, tokens, blocks, "linear") and scale.is_contiguous()
+    fits = fits and scale.dtype in FACTOR_DTYPES
     require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", f"bytes, [{tokens}, {blocks}], contiguous")
     return scale.view(torch.uint8).view(tokens, blocks)
 

@@ -239,6 +239,8 @@ def mm_fp8(
     else:
         _check_blocks(a, b)
         n, b = b.shape[1], aligned_rows(b)
+        # The few rows beside a weight in blocks are copied where they are not read 16 bytes at a time.
+        a = a if _major(a[None], "mk") == "k" else a.clone(memory_format=torch.contiguous_format)
     out = _result(out, (a.shape[0], n), out_dtype, a.device)
     alpha = None if alpha is None else _scale("alpha", alpha, a.device)
     _product(a, b, out, None, alpha, None, _variant(backend))

@@ -146,13 +146,23 @@ class _Batch(NamedTuple):
     tables: Callable[[], tuple]
     dense: torch.Tensor | None = None
 
-    def is_planned_by(self, key: tuple) -> bool:
-        """Whether a plan for the batch of `key` is one for this. Tensors and objects count by identity."""
+    def is_planned_by(self, key: tuple, before: int | None, layer: int | None) -> bool:
+        """Whether a plan for the batch of `key`, by a layer `before` this one, is one for this.
+
+        Tensors and objects count by identity. A tensor may have been written to between two forwards, and not all
+        writes are counted: a later layer is one of the same forward.
+        """
+        if layer is not None and before is not None:
+            if layer <= before:
+                return False
+        elif any(isinstance(x, torch.Tensor) and x.is_inference() for x in key):
+            return False
         return len(key) == len(self.key) and all(a is b or isinstance(a, int) and a == b for a, b in zip(key, self.key))
 
 
 class _Planned(threading.local):
-    """Each thread's wrappers, by what they are planned with, and the key of the batch that each has planned."""
+    """Each thread's wrappers, by what they are planned with: the key of the batch that each has planned, the wrapper,
+    and the layer that called it last."""
 
     def __init__(self):
         self.workspaces, self.wrappers = {}, {}
@@ -218,8 +228,9 @@ def attention(
     if sliding_window is not None and not causal:
         raise ValueError(f"sliding_window: got {sliding_window} without is_causal; allowed: with it, or in a 4D mask")
     heads, kv_heads = query.shape[1], batch.k.shape[1]
+    layer = getattr(module, "layer_idx", None)
     wrapper = _plan(
-        batch, query.device, heads, kv_heads, query.shape[-1], head_dim_vo=batch.v.shape[-1], causal=causal,
+        batch, layer, query.device, heads, kv_heads, query.shape[-1], head_dim_vo=batch.v.shape[-1], causal=causal,
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling), q_data_type=query.dtype,
         window_left=sliding_window - 1 if sliding_window else -1, logits_soft_cap=softcap, kv_data_type=batch.k.dtype,
     )  # fmt: skip
@@ -228,19 +239,22 @@ def attention(
     return out.view(query.shape[0], -1, *out.shape[1:]), None
 
 
-def _plan(batch: _Batch, device, *shape, **options) -> BatchPrefillWithPagedKVCacheWrapper:
+def _plan(batch: _Batch, layer: int | None, device, *shape, **options) -> BatchPrefillWithPagedKVCacheWrapper:
     """A wrapper that has planned the batch."""
     if device not in _planned.workspaces:
         _planned.workspaces[device] = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     kind = (device, shape, *options.values(), batch.dense is None)
     if kind not in _planned.wrappers:
-        _planned.wrappers[kind] = [(), BatchPrefillWithPagedKVCacheWrapper(_planned.workspaces[device])]
-    known, wrapper = _planned.wrappers[kind]
-    if not batch.is_planned_by(known):
+        _planned.wrappers[kind] = [(), BatchPrefillWithPagedKVCacheWrapper(_planned.workspaces[device]), None]
+    made = _planned.wrappers[kind]
+    known, wrapper, before = made
+    if not batch.is_planned_by(known, before, layer):
+        made[0] = ()
         qo_indptr, kv_indptr, slots = batch.tables()
         last = kv_indptr.diff().clamp(max=1)  # 0 for a request without keys
         wrapper.plan(qo_indptr, kv_indptr, slots, last, *shape, 1, custom_mask=batch.dense, **options)
-        _planned.wrappers[kind][0] = batch.key
+        made[0] = batch.key
+    made[2] = layer
     return wrapper
 
 
@@ -278,7 +292,7 @@ def _slots(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.
     """Keys and values [batch, heads, length, dim] as [slots, heads, dim], where token (b, s) has slot b * pitch + s."""
     both = [key, value]
     pitches = [t.stride(0) / max(t.stride(2), 1) if len(t) > 1 else t.shape[2] for t in both]
-    if pitches[0] != pitches[1] or pitches[0] % 1 or any(t.stride(3) != 1 for t in both):
+    if pitches[0] != pitches[1] or pitches[0] % 1 or any(t.stride(3) != 1 or not t.stride(2) for t in both):
         both, pitches = [t.contiguous() for t in both], [key.shape[1] * key.shape[2]]
     pitch = int(pitches[0])
     size, heads, length, _ = key.shape

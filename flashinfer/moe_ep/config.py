@@ -47,6 +47,10 @@ class BootstrapConfig:
     tcp_store: TCPStore | None = None
 
     def __post_init__(self):
+        for name in ("world_size", "rank", "device"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            require(whole or name == "device" and value is None, name, repr(value), "an int")
         require(self.world_size > 0, "world_size", self.world_size, "at least 1")
         require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
         require(self.device is None or self.device >= 0, "device", self.device, "None, or at least 0")

@@ -66,7 +66,8 @@ def _require_kernel(config) -> None:
     require_count("intermediate_size", config.intermediate_size)
     require_count("top_k", config.top_k)
     clamp = config.gate_up_clamp
-    require(clamp is None or 0 < clamp < math.inf, "gate_up_clamp", clamp, "None, or a number above 0")
+    fits = clamp is None or isinstance(clamp, (int, float)) and 0 < clamp < math.inf
+    require(fits, "gate_up_clamp", clamp, "None, or a number above 0")
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,9 @@ def _page_ids(batch: Requests, blocks: torch.Tensor) -> torch.Tensor:
 def _by_head(tensors: tuple) -> tuple[list[torch.Tensor], int]:
     """Pages [pages, heads, 128, dim] as [pages x ratio, 1, 128, dim]: that of head h of page p is p x ratio + h."""
     ratios = {t.stride(0) // max(t.stride(1), 1) for t in tensors if t.shape[0] > 1}
-    even = all(t.stride(0) % max(t.stride(1), 1) == 0 and t.stride(3) == 1 for t in tensors) and len(ratios) <= 1
+    # Heads that are one by a stride of 0 are no steps from page to page.
+    even = all(t.stride(1) and t.stride(0) % t.stride(1) == 0 and t.stride(3) == 1 for t in tensors)
+    even = even and len(ratios) <= 1
     heads = tensors[0].shape[1]
     ratio = ratios.pop() if even and ratios else heads
     if not even or ratio < heads:

@@ -19,6 +19,15 @@ def padded(rows: int, blocks: int, layout: str) -> tuple[int, int]:
     return -(-rows // TILE_ROWS[layout]) * TILE_ROWS[layout], -(-blocks // columns) * columns
 
 
+def holds(factors: torch.Tensor, rows: int, blocks: int, layout: str, entries: int = 1) -> bool:
+    """Whether a tensor has the bytes of the factors of `entries` matrices: row-major ones in rows, or flat."""
+    high, wide = padded(rows, blocks, layout)
+    longer = [size for size in factors.shape if size != 1]
+    row = (longer or [1])[-1] * factors.element_size()
+    in_rows = layout != "linear" or row in (wide, high * wide, entries * high * wide)
+    return in_rows and factors.nbytes == entries * high * wide
+
+
 def offsets(rows: int, blocks: int, layout: str, device: torch.device | str = "cpu") -> torch.Tensor:
     """int64 [rows, blocks]: where in the flat, padded layout each factor is."""
     high, wide = padded(rows, blocks, layout)

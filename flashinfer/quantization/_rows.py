@@ -161,7 +161,8 @@ def dequantize(
     require(columns % width == 0, names[0], tuple(codes.shape), f"rows of a multiple of {width} values")
     high, wide = layouts.padded(rows, columns // width, layout)
     allowed = f"{high} x {wide} factors, for {layout} of {rows} rows of {columns}"
-    require(factors.numel() == high * wide, names[1], tuple(factors.shape), allowed)
+    fits = layouts.holds(factors, rows, columns // width, layout)
+    require(fits, names[1], tuple(factors.shape), allowed)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     codes, factors = (x.contiguous().view(torch.uint8) for x in (codes, factors))
     _dequantize(codes, factors.view(-1), global_scale, out, element, factor, width, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_apart, require
 from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
 from flashinfer.utils import get_shuffle_matrix_a_row_indices, get_shuffle_matrix_sf_a_row_indices
@@ -50,6 +50,7 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
         out = factors.new_empty(count)
     fits = out.numel() == count and out.dtype == factors.dtype and out.is_contiguous()
     require(fits, "out", f"{out.dtype} {tuple(out.shape)}", f"{factors.dtype} with {count} elements, contiguous")
+    check_apart([("out", out)], [("unswizzled_sf", unswizzled_sf)], in_place=())
     # The kernel writes 16 bytes at a time.
     target = torch.empty_like(out) if out.data_ptr() % 16 else out
     _rows.interleave(factors, target.view(factors.shape[0], high * wide))

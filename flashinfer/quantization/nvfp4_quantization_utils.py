@@ -287,4 +287,4 @@ def make_nvfp4_global_scale(
     if input_tensor.numel() == 0:
         return torch.full((1,), _FLOAT32_MAX, dtype=torch.float32, device=device)
     amax = input_tensor.abs().amax().float().view(1)
-    return torch.where(amax == 0, _FLOAT32_MAX, peak / amax)
+    return (peak / amax).clamp(max=_FLOAT32_MAX)

@@ -97,7 +97,7 @@ def top_p_renorm_probs(
     tensor([[0., 1., 0.]])
     """
     probs = as_rows("probs", probs).float()
-    out = torch.empty_like(probs)
+    out = torch.empty_like(probs, memory_format=torch.contiguous_format)
     _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs)), out)
     return out
 
@@ -138,7 +138,7 @@ def top_k_renorm_probs(
     tensor([[0., 1., 0., 0.]])
     """
     probs = as_rows("probs", probs)
-    out = torch.empty_like(probs)
+    out = torch.empty_like(probs, memory_format=torch.contiguous_format)
     _write_prefix(probs, False, *top_k_of(top_k, len(probs)), None, None, out)
     return out
 
@@ -173,7 +173,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     tensor([[-inf, 3., 2.]])
     """
     logits = as_rows("logits", logits)
-    out = torch.empty_like(logits)
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _write_prefix(logits, True, *top_k_of(top_k, len(logits)), None, None, out)
     return out
 

@@ -276,6 +276,9 @@ def test_prefill_with_one_shared_prefix(options, length, kv_layout, device):
         tree = Tree([[length], [5, 0, 12, 3]], paths, [4, 1, 7, 0], device, dtype, kv_layout=kv_layout)
         k, v, table = shared(tree, kv_layout)
         wrapper.begin_forward(*table, *tree.sizes())
+        # The caller's tables are the next batch's from here on; both calls plan.
+        for each in (table[0], table[1], table[3]):
+            each.zero_()
         tree.check(wrapper.forward(tree.q, k, v, tree.paged.kv_cache, **options), **options)
         tree.check(wrapper.forward(tree.q, k, v, tree.paged.kv_cache))
         wrapper.end_forward()
@@ -317,6 +320,12 @@ def test_bad_plans_and_runs():
     tree.plan(wrapper)
     with pytest.raises(ValueError, match="^q: got torch.float32; allowed: "):
         wrapper.run(tree.q.float(), tree.paged.kv_cache)
+    tables = tree.tables()
+    tables[3][1] = tables[3][1] + 100
+    with pytest.raises(ValueError, match="^paged_kv_last_page_len: got "):
+        wrapper.plan(*tables, *tree.sizes(), causal=True)
+    with pytest.raises(ValueError, match="allowed: after plan"):
+        wrapper.run(tree.q, tree.paged.kv_cache)
     fixed = flashinfer.MultiLevelCascadeAttentionWrapper(
         2, workspace("cpu"), use_cuda_graph=True, **graph_buffers(2, 4, 32, "cpu")
     )

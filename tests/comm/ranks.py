@@ -144,6 +144,8 @@ def pcie(rank, world, device):
             assert ws.reduce_scatter(parts[rank], out=kept) is kept
             truth = sum(x.double() for x in parts)[rank]
             torch.testing.assert_close(kept.double(), truth, rtol=2.0**-7, atol=1e-6)
+        nothing = torch.zeros(world, 0, 5, dtype=torch.bfloat16, device=device)
+        assert ws.all_gather(nothing[0]).shape == (world, 0, 5) and ws.reduce_scatter(nothing).shape == (0, 5)
         assert not ws.supports(torch.zeros(3, dtype=torch.bfloat16, device=device))
         assert not ws.supports(torch.zeros(8192, dtype=torch.bfloat16, device=device))
         assert ws.prepare([(4, 256), (1, 3)])[1, 3] is None and (256, 16) in ws.tune([256])

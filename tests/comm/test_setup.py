@@ -39,6 +39,7 @@ def test_every_rank_has_one_place_and_groups_partition_ranks():
         ({"world_size": 4, "tp_size": 2}, "world_size: got 4; allowed: 2"),
         ({"world_size": 4, "tp_size": 4, "moe_ep_size": 3, "moe_tp_size": 1}, "moe_tp_size \\* moe_ep_size"),
         ({"world_size": 2, "tp_size": 2, "attn_tp_size": 2, "attn_cp_size": 2}, "attn_tp_size \\* attn_cp_size: got 4"),
+        ({"world_size": 2, "tp_size": 2, "moe_cluster_size": 4}, "moe_tp_size \\* moe_ep_size.* got 0; allowed: 2"),
         ({"rank": 1}, "rank: got 1; allowed: 0 to 0"),
         ({"tp_size": 0}, "^tp_size: got 0; allowed: 1 or more"),
         ({"moe_ep_size": 0}, "^moe_ep_size: got 0"),
@@ -140,6 +141,35 @@ def test_a_backend_of_ones_own(device):
     )
     x = torch.randn(4, 64, device=device)
     assert torch.equal(comm.allreduce_fusion(x, ws, comm.AllReduceFusionPattern.kAllReduce), x)
+
+
+def test_results_of_an_all_reduce_are_apart(device):
+    """In the place of an input, or in memory of their own."""
+    kinds = comm.AllReduceFusionPattern
+    ws = comm.create_allreduce_fusion_workspace("trtllm", 1, 0, 8, 64, torch.float32)
+    memory = torch.zeros(3, 6, 64, device=device)
+    x, residual, normed = memory[:, :5]
+
+    def run(**given):
+        x.copy_(torch.arange(5.0)[:, None])
+        return comm.allreduce_fusion(
+            input=x, workspace=ws, residual_in=residual, rms_gamma=torch.ones(64, device=device),
+            **dict(pattern=kinds.kARResidualRMSNorm) | given,
+        )  # fmt: skip
+
+    expected = run(residual_out=torch.empty_like(x), norm_out=normed).clone()
+    assert torch.equal(run(residual_out=residual, norm_out=x), expected)
+    residual.zero_()
+    for name, given in (
+        ("norm_out", dict(norm_out=normed, residual_out=normed)), ("norm_out", dict(norm_out=memory[0, 1:])),
+        ("residual_out", dict(norm_out=normed, residual_out=memory[1, 1:])),
+        ("output", dict(norm_out=normed, output=memory[0, 1:])),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: got .*the memory of "):
+            run(**given)
+    order = torch.arange(5, dtype=torch.int32, device=device).flip(0)[:, None].contiguous()
+    with pytest.raises(ValueError, match="^norm_out: got some of the memory of input"):
+        run(norm_out=x, pattern=kinds.kMoEFinalizeARResidualRMSNorm, expanded_idx_to_permuted_idx=order)
 
 
 def test_memory_of_one_rank(device):

@@ -551,6 +551,9 @@ def launch_with_a_tensor_map():
     with pytest.raises(ValueError, match="described: source: got Tensor; allowed: a TensorMap"):
         bound((7, 3, 1), x, out, 197, 80)
     assert len(driver.launches) == 1
+    # The driver gets a whole stride of one row, whatever stride that has.
+    bound((1, 3, 1), TensorMap(x.as_strided((1, 80), (7, 1)), (32, 32)), out[:1], 1, 80)
+    assert [list(map(int, part)) for part in driver.maps[-1][3:5]] == [[80, 1], [32]]
 
 
 def refused_kernels():

@@ -208,6 +208,7 @@ BAD = [
     ("x", {"x": lambda t: t.float()}),
     ("x", {"x": lambda t: t[:, ::2]}),
     ("x_sf", {"x_sf": lambda t: t[:, :2]}),
+    ("x_sf", {"x_sf": lambda t: t.mT.contiguous()}),
     ("x_sf", {"x_sf": lambda t: None}),
     ("token_selected_experts", {"token_selected_experts": lambda t: t[:, :1]}),
     ("token_selected_experts", {"token_selected_experts": lambda t: t.short()}),

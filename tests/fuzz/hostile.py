@@ -168,15 +168,23 @@ def _of_shape(x: torch.Tensor) -> Iterator[Change]:
     yield Change("one dimension less", x[0])
     yield _later("a scalar", lambda: x.flatten()[0])
     yield _later("flat", x.flatten)
-    for dim in {0, x.dim() - 1, x.dim() // 2}:
-        yield _later(f"one element less along {dim}", lambda dim=dim: x.narrow(dim, 0, x.shape[dim] - 1).contiguous())
-        yield _later(f"empty along {dim}", lambda dim=dim: x.narrow(dim, 0, 0).contiguous())
-        yield _later(f"twice as long along {dim}", lambda dim=dim: torch.cat((x, x), dim))
-        yield _later(f"one element more along {dim}", lambda dim=dim: torch.cat((x, x.narrow(dim, 0, 1)), dim))
+    few = {0, x.dim() - 1, x.dim() // 2}
+    for dim in range(x.dim()):
         yield _later(f"gaps along {dim}", lambda dim=dim: _with_gaps(x, dim), SAME)
         if x.shape[dim] > 1 and 0 not in x.stride():
             one = x.narrow(dim, 0, 1)
             yield _later(f"stride 0 along {dim}", lambda one=one: one.expand(x.shape), LIKE, partial(_laid_as, x))
+        if x.shape[dim] == 1:
+            for step in (0, 1, 1 << 20):
+                yield _later(f"stride {step} along {dim}", partial(_with_stride, x, dim, step), SAME)
+        if dim + 1 < x.dim():
+            swapped = partial(lambda dim: x.transpose(dim, dim + 1).contiguous().transpose(dim, dim + 1), dim)
+            yield _later(f"axes {dim} and {dim + 1} swapped in memory", swapped, SAME)
+    for dim in few:
+        yield _later(f"one element less along {dim}", lambda dim=dim: x.narrow(dim, 0, x.shape[dim] - 1).contiguous())
+        yield _later(f"empty along {dim}", lambda dim=dim: x.narrow(dim, 0, 0).contiguous())
+        yield _later(f"twice as long along {dim}", lambda dim=dim: torch.cat((x, x), dim))
+        yield _later(f"one element more along {dim}", lambda dim=dim: torch.cat((x, x.narrow(dim, 0, 1)), dim))
     if 0 not in x.stride():
         yield _later("one element into its storage", lambda: _moved(x), SAME)
     if x.dim() > 1:
@@ -189,6 +197,12 @@ def _with_gaps(x: torch.Tensor, dim: int) -> torch.Tensor:
     shape = (*x.shape[:dim], x.shape[dim] * 2, *x.shape[dim + 1 :])
     gaps = torch.empty(shape, dtype=x.dtype, device=x.device)[(slice(None),) * dim + (slice(None, None, 2),)]
     return gaps.copy_(x)
+
+
+def _with_stride(x: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+    """The same tensor, whose axis of one element has another stride."""
+    strides = [step if axis == dim else stride for axis, stride in enumerate(x.stride())]
+    return x.as_strided(x.shape, strides)
 
 
 def _laid_as(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """`attn_implementation="flashinfer"` against transformers' eager attention: logits in float64, and greedy tokens."""
 
+import contextlib
 import inspect
 
 import pytest
@@ -196,6 +197,35 @@ def call(**changed):
     q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 5, 16)
     given = dict(query=q, key=k, value=k.clone(), attention_mask=None) | changed
     return integration.attention(Layer(), **given)[0]
+
+
+@pytest.mark.parametrize("mode", (contextlib.nullcontext, torch.inference_mode))
+@pytest.mark.parametrize("layer", (None, 0))
+def test_a_mask_that_is_written_to(mode, layer):
+    """Between two forwards, by a write that torch does not count where there is one."""
+    q, k, v = torch.randn(3, 2, 2, 5, 16).unbind(0)
+    module = Layer()
+    module.layer_idx = layer
+    with mode():
+        mask = torch.ones(2, 5, dtype=torch.int64)
+        given = dict(query=q, key=k, value=v, attention_mask=mask)
+        integration.attention(module, **given)
+        (mask if layer is None else mask.data)[0, :2] = 0
+        out = integration.attention(module, **given)[0]
+        torch.testing.assert_close(out, integration.attention(Layer(), **given | dict(attention_mask=mask.clone()))[0])
+        seen = torch.ones(5, 5, dtype=torch.bool).tril() & mask.bool()[:, None, None]
+        truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).nan_to_num()
+        torch.testing.assert_close(out, truth.transpose(1, 2))
+
+
+@pytest.mark.parametrize("length", (1, 5))
+def test_keys_of_one_place(length):
+    """A stride of 0 between tokens."""
+    q, k, v = torch.randn(3, 2, 4, 1, 16).unbind(0)
+    k, v = (t[:, :2].as_strided((2, 2, length, 16), (64, 16, 0, 1), t.storage_offset()) for t in (k, v))
+    out = call(query=q, key=k, value=v, is_causal=False)
+    shared = (t.repeat_interleave(2, 1).contiguous() for t in (k, v))
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, *shared).transpose(1, 2))
 
 
 def test_offsets_of_packed_requests():

@@ -316,6 +316,7 @@ def made(kind="bf16", pack=(W13, W2), ranks=1, experts=3, hidden=256, top_k=2, t
         (lambda: MegaConfig("bf16"), "megakernel: got bf16; allowed: Bf16MegaMoeConfig or Fp8MegaMoeConfig"),
         (lambda: Bf16MegaMoeConfig(0, 2), "intermediate_size: got 0"),
         (lambda: Bf16MegaMoeConfig(128, 2, float("nan")), "gate_up_clamp: got nan"),
+        (lambda: Bf16MegaMoeConfig(128, 2, "1"), "gate_up_clamp: got 1"),
         (lambda: Fp8MegaMoeConfig(128, 2, gate_up_clamp=-1), "gate_up_clamp: got -1; allowed: None, or a number above"),
         (lambda: Fp8MegaMoeConfig(128, 0), "top_k: got 0"),
         (lambda: Fp8MegaMoeConfig(128, 2, "tensor"), "fp8_scale_mode: got 'tensor'; allowed: 'blockwise', 'per_te"),

@@ -143,6 +143,9 @@ PARAMS = MoEEpCommParams(4, 2, 8, 64)
     [
         (lambda: BootstrapConfig(2, 2), "rank: got 2"),
         (lambda: BootstrapConfig(0, 0), "world_size: got 0"),
+        (lambda: BootstrapConfig(1, None), "rank: got None"),
+        (lambda: BootstrapConfig(1.5, 0), "world_size: got 1.5"),
+        (lambda: BootstrapConfig(1, 0, device="cuda"), "device: got 'cuda'"),
         (lambda: alone(top_k=5), "top_k: got 5"),
         (lambda: alone(invalid_expert_id=3), "invalid_expert_id: got 3"),
         (lambda: alone(dtype=torch.int8), "dtype: got torch.int8"),

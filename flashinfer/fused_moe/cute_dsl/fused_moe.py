@@ -464,7 +464,8 @@ def _tokens(mode: str, x, x_sf, per_token_scale) -> experts.Tokens:
     require(hidden % width == 0, "x", tuple(x.shape), f"rows of a multiple of {width} elements")
     tokens, blocks = len(x), hidden // width
     require(isinstance(x_sf, torch.Tensor), "x_sf", x_sf, f"a tensor with {mode}")
-    fits = x_sf.dtype in FACTOR_DTYPES and x_sf.numel() == tokens * blocks and x_sf.is_contiguous()
+    fits = layouts.holds(x_sf, tokens, blocks, "linear") and x_sf.is_contiguous()
+    fits = fits and x_sf.dtype in FACTOR_DTYPES
     require(fits, "x_sf", f"{x_sf.dtype} {tuple(x_sf.shape)}", f"bytes, [{tokens}, {blocks}], contiguous")
     factors = x_sf.view(torch.uint8).view(tokens, blocks)
     if per_token_scale is not None:

@@ -102,41 +102,48 @@ def custom_mask_table(table: Table, page_size: int, custom_mask, packed_custom_m
     """
     if custom_mask is None and packed_custom_mask is None:
         return
-    if fixed is not None and fixed.mask is None:
-        require(False, "custom_mask", "a mask", "None in CUDA-graph mode without custom_mask_buf")
     bits = table.q_spans()[1] * table.kv_spans(page_size)[1]
     if pairs is None and not bits.is_cuda:
         pairs = bits
+    length = check_mask(custom_mask, packed_custom_mask, pairs, table.batch_size, fixed)
     if packed_custom_mask is not None:
-        _take_packed(table, packed_custom_mask, bits, pairs)
+        packed = packed_custom_mask.reshape(-1).to(bits.device, non_blocking=True)
+        table.mask, table.mask_indptr = packed.contiguous(), packed_indptr(bits)
+        if not packed.numel():
+            table.mask = torch.zeros(1, dtype=torch.uint8, device=bits.device)
     else:
         mask = as_bool("custom_mask", custom_mask).reshape(-1).to(bits.device, non_blocking=True)
-        total = mask.numel() if pairs is None else int(pairs.sum())
-        require(mask.numel() == total, "custom_mask", tuple(custom_mask.shape),
-                f"{total} elements, sum(q_len * kv_len)")  # fmt: skip
         table.mask, table.mask_indptr = pack(mask, bits)
     if fixed is None:
         return
-    most, length = fixed.mask.shape[0], table.mask.shape[0]
-    if custom_mask is not None:
-        # pack() pads for the worst rounding; what is past the bits is zero and may be left out.
-        length = min(length, (custom_mask.numel() + 7) // 8 + table.batch_size)
-    require(length <= most, "custom_mask", f"{length} bytes packed", f"at most {most}, custom_mask_buf's length")
     fixed.mask[:length].copy_(table.mask[:length])
     fixed.mask_indptr[: table.mask_indptr.shape[0]].copy_(table.mask_indptr)
     table.mask, table.mask_indptr = fixed.mask, fixed.mask_indptr
 
 
-def _take_packed(table: Table, packed: torch.Tensor, bits: torch.Tensor, pairs: torch.Tensor | None) -> None:
-    require_tensor("packed_custom_mask", packed)
-    require(packed.dtype == torch.uint8, "packed_custom_mask", packed.dtype, "uint8")
-    if pairs is not None:
-        least = int(((pairs + 7) // 8).sum())
-        require(packed.numel() >= least, "packed_custom_mask", f"{packed.numel()} bytes", f"at least {least}")
-    packed = packed.reshape(-1).to(bits.device, non_blocking=True)
-    table.mask, table.mask_indptr = packed.contiguous(), packed_indptr(bits)
-    if not packed.numel():
-        table.mask = torch.zeros(1, dtype=torch.uint8, device=bits.device)
+def check_mask(custom_mask, packed_custom_mask, pairs: torch.Tensor | None, batch: int, fixed: Table | None) -> int:
+    """Refuse a mask of another kind, of another size than `pairs` make, or too long for the buffers `fixed`. Returns
+    the bytes of a packed mask that count."""
+    require(fixed is None or fixed.mask is not None, "custom_mask", "a mask",
+            "None in CUDA-graph mode without custom_mask_buf")  # fmt: skip
+    if packed_custom_mask is not None:
+        require_tensor("packed_custom_mask", packed_custom_mask)
+        require(packed_custom_mask.dtype == torch.uint8, "packed_custom_mask", packed_custom_mask.dtype, "uint8")
+        length = packed_custom_mask.numel()
+        least = 0 if pairs is None else int(((pairs + 7) // 8).sum())
+        require(length >= least, "packed_custom_mask", f"{length} bytes", f"at least {least}")
+        length = max(length, 1)
+    else:
+        as_bool("custom_mask", custom_mask)
+        count = custom_mask.numel()
+        total = count if pairs is None else int(pairs.sum())
+        require(count == total, "custom_mask", tuple(custom_mask.shape), f"{total} elements, sum(q_len * kv_len)")
+        # pack() pads for the worst rounding; what is past the bits is zero and may be left out.
+        length = (count + 7) // 8 + batch
+    if fixed is not None:
+        most = fixed.mask.shape[0]
+        require(length <= most, "custom_mask", f"{length} bytes packed", f"at most {most}, custom_mask_buf's length")
+    return length
 
 
 def any_items(prefix_len, positions, most, max_item_len, **masks) -> bool:

@@ -18,7 +18,7 @@ from flashinfer.ops.attention.host_tables import (
     HostTables, TableStore, fill_buffers, host_lengths, lengths_in_buffers,
 )  # fmt: skip
 from flashinfer.ops.attention.kernels import Kernels, check_captured, kernels_of, means
-from flashinfer.ops.attention.masks import custom_mask_table
+from flashinfer.ops.attention.masks import check_mask, custom_mask_table
 from flashinfer.ops.attention.operands import check_number, check_window, is_wider, with_lse
 from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.plan import Plan
@@ -265,10 +265,13 @@ class AttentionWrapper:
             limits = limits._replace(q_rows=table.batch_size)
         elif not graph and options.splits and host.counts[QO_INDPTR]:
             limits = limits._replace(longest_q=tile_q)
+        pairs = host.pairs(options.page_size, q_len) if masked else None
+        if graph and masked:
+            # Before the buffers, which a captured graph reads, have other tables.
+            check_mask(*mask, pairs, table.batch_size, self._shown)
         if graph:
             fill_buffers(fixed, tables, counts, host, stream, self._in_tokens, self._on_gpu)
         if masked:
-            pairs = host.pairs(options.page_size, q_len)
             custom_mask_table(table, options.page_size, *mask, self._shown if graph else None, pairs)
         self._take_up(kernels, table, limits, stream)
         return host

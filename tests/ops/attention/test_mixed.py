@@ -130,6 +130,10 @@ def test_pod(layout, device):
     of_p, of_d = wrapper.run(p.q, k, v, d.q, paged.kv_cache, sm_scale_p=0.3, **common)
     close(of_p, p, Options(causal=True, sm_scale=0.3))
     close(of_d, d, Options(window_left=20))
+    # A plan that is refused leaves the one before it.
+    with pytest.raises(ValueError, match="^num_qo_heads: got 3"):
+        wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, 3, 2, 64, 8, window_left=3, sm_scale=0.2)
+    close(wrapper.run(p.q, k, v, d.q, paged.kv_cache, **common)[1], d, Options(window_left=20))
     for name in ("custom_mask_d", "packed_custom_mask_d"):
         with pytest.raises(ValueError, match=f"^{name}:"):
             wrapper.run(p.q, k, v, d.q, paged.kv_cache, **common, **{name: mask})

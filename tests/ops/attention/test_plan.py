@@ -273,6 +273,13 @@ def test_a_graph_wrapper_refuses_masks_it_has_no_buffer_for(device):
     wrapper = graph_wrapper(device, **buffers)
     plan_prefill(wrapper, x, paged, custom_mask=mask)
     plan_prefill(wrapper, x, paged, custom_mask=mask)
+    other = batch(device, (1, 2), (4, 2))
+    packed = torch.zeros(101, dtype=torch.uint8, device=device)
+    for given in (dict(custom_mask=mask), dict(packed_custom_mask=packed), dict(packed_custom_mask=packed.int())):
+        with pytest.raises(ValueError, match="custom_mask"):
+            plan_prefill(wrapper, *other, "host", **given)
+        # What was refused has left the buffers alone.
+        check(wrapper.run_return_lse(x.q, paged.kv_cache), x, Options(), Extras([*mask.split((27, 10))]))
     with pytest.raises(ValueError, match="custom_mask"):
         plan_prefill(wrapper, x, paged)
 

@@ -193,7 +193,7 @@ def test_fp4_quantize_takes_what_it_documents(variant, device, dtype):
 def test_batched_and_grouped(variant, device):
     x = rows((3, 9, 80), torch.bfloat16, device)
     scales = torch.tensor([5.0, 0.3, 40.0], device=device)
-    for given in (scales, scales[:1]):
+    for given in (scales, scales[:1], scales.repeat_interleave(2)[::2], scales[:1].expand(3)):
         codes, factors = flashinfer.nvfp4_batched_quantize(x, given)
         for i in range(3):
             nibbles, expected = truth.nvfp4(x[i], given[i % len(given)])
@@ -349,6 +349,14 @@ def test_recipe_of_the_environment(monkeypatch, device):
         assert_bitwise(largest, torch.full((1,), torch.finfo(torch.float32).max, device=device))
         made = flashinfer.nvfp4_quantize(empty, largest, nvfp4_4over6=None)
         assert not any(part.view(torch.uint8).any() for part in made)
+    # Magnitudes below 2688 over the largest float32.
+    tiny = torch.zeros(2, 32, device=device).bfloat16()
+    tiny[:, ::3] = 3e-38
+    scale = quantization.make_nvfp4_global_scale(tiny, False)
+    assert_bitwise(scale, torch.full((1,), torch.finfo(torch.float32).max, device=device))
+    codes, factors = flashinfer.nvfp4_quantize(tiny, scale, SfLayout.layout_linear, nvfp4_4over6=None)
+    values = truth.decode("e2m1", truth.unpack(codes)).view(2, 2, 16) * truth.decode("e4m3", factors)[..., None]
+    assert torch.allclose(values.flatten(1) / scale.double(), tiny.double(), rtol=0.1, atol=0)
     assert NVFP44Over6Config(err_mode="mse") == NVFP44Over6Config(err_mode=1)
     for bad in (dict(e4m3_max=300), dict(err_mode="RMS")):
         with pytest.raises(ValueError, match=next(iter(bad))):
@@ -494,6 +502,10 @@ def test_block_scale_interleave(variant, device, dtype):
     assert_bitwise(flashinfer.block_scale_interleave(factors, out=memory[1:-1]), out)
     assert_bitwise(memory[1:-1], out)
     assert memory[0] == memory[-1] == 7
+    whole = torch.zeros(128 * 8 + 1, dtype=dtype, device=device)
+    for given, out in ((whole[1:].view(128, 8), whole[1:]), (whole[:-1].view(128, 8), whole[1:])):
+        with pytest.raises(ValueError, match="^out: got some of the memory of unswizzled_sf"):
+            flashinfer.block_scale_interleave(given, out=out)
     assert_bitwise(flashinfer.nvfp4_block_scale_interleave(factors[1]), truth.arranged(factors[1], "128x4"))
 
 
@@ -605,6 +617,10 @@ BAD = {
     "a mask of floats": (flashinfer.mxfp8_grouped_quantize, (CUBE, torch.ones(2)), "mask"),
     "an alignment of 16": (flashinfer.mxfp8_quantize, (ROWS, True, 16), "alignment"),
     "too few factors": (flashinfer.mxfp4_dequantize, (torch.zeros(4, 32).byte(), torch.zeros(8).byte()), "a_sf"),
+    "factors of columns": (
+        flashinfer.e2m1_and_ufp8sf_scale_to_float,
+        (torch.zeros(3, 32).byte(), torch.zeros(4, 3).byte(), None, 16, 1, False), "ufp8_scale_tensor",
+    ),
     "float32 factors": (flashinfer.block_scale_interleave, (torch.ones(4, 4),), "unswizzled_sf"),
     "a page of 6": (flashinfer.nvfp4_quantize_paged_kv_cache, (torch.ones(1, 1, 6, 16).half(),) * 2, "k_cache"),
     "more slots than rows": (APPEND, (KEYS, KEYS, torch.arange(4), CACHE, SF, 1.0, 1.0), "append_key"),

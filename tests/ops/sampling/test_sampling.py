@@ -195,6 +195,17 @@ def test_renorm_and_mask(variant, device, dtype):
     assert_bitwise(sampling.top_k_mask_logits(logits, ks), truth)
 
 
+@pytest.mark.parametrize(
+    "of, given", [("top_k_renorm_probs", 5), ("top_p_renorm_probs", 0.8), ("top_k_mask_logits", 5)]
+)
+def test_columns_that_are_contiguous(variant, device, of, given):
+    """The result's rows are, whatever the memory of its input."""
+    probs = rows_of_probs(3, 150, device)
+    out = getattr(sampling, of)(probs.T.contiguous().T, given)
+    assert_bitwise(out, getattr(sampling, of)(probs, given))
+    assert out.is_contiguous()
+
+
 @pytest.mark.parametrize("temperature", ["none", "scalar", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_softmax(variant, device, dtype, temperature):

@@ -118,7 +118,9 @@ def portable(p, target) -> Config:
             block_k = 64
     if not (p.a_major and p.b_major):
         # Unaligned loads keep one address in registers for each element.
-        block_m, block_n, block_k = min(block_m, 64), min(block_n, 64), block_k // 2
+        block_m, block_n = min(block_m, 64), min(block_n, 64)
+        # A block of K is one of the weight, if that has any.
+        block_k = block_k if p.b_major == "blocks" else block_k // 2
     # Not measured: as many stages as fit, because B comes from memory.
     stage = (block_m + block_n) * block_k * torch_dtype(p.a).itemsize
     stages = min(max((target.smem - 1024) // stage, 2), 5 if block_m <= FEW_ROWS else 4)

@@ -237,6 +237,17 @@ def test_attention(types, layout, causal, device):
     assert_bitwise(msa_sparse_attention(x.q, k, v, chosen, x.q_indptr, **given), out)
 
 
+@pytest.mark.parametrize("paged", (False, True))
+def test_attention_over_heads_that_are_one(paged, device):
+    """A stride of 0 between KV heads."""
+    x = Case(kv_heads=1, device=device)
+    k, v = (t.expand(-1, 2, *t.shape[2:]) for t in (x.pages if paged else (x.k, x.v)))
+    x.k, x.v, x.kv_heads = x.k.expand(-1, 2, -1), x.v.expand(-1, 2, -1), 2
+    chosen = chosen_of(x, 2, device)
+    check(msa_sparse_attention(x.q, k, v, chosen, x.q_indptr, causal=True, return_softmax_lse=True,
+                               **x.arguments(paged)), x, chosen, True)  # fmt: skip
+
+
 @pytest.mark.parametrize("seqlen_q", (1, 2))
 @pytest.mark.parametrize("paged", (False, True))
 def test_decode(seqlen_q, paged, device):

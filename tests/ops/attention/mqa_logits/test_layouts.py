@@ -154,7 +154,7 @@ def test_rows_at_any_address(backend, device):
 BAD = {
     "q": dict(q=torch.zeros(2, 1, 4, 64)),
     "kv_fused": dict(kv_fused=torch.zeros(3, 16, 1, 67, dtype=torch.uint8)),
-    "weights": dict(weights=torch.zeros(2, 3)),
+    "weights": dict(weights=torch.zeros(4, 2)),
     "block_tables": dict(block_tables=torch.zeros(2, dtype=torch.int32)),
     "seq_lens": dict(seq_lens=torch.zeros(3, dtype=torch.int32)),
     "max_seq_len": dict(max_seq_len=1.5),

@@ -150,6 +150,7 @@ BAD = {
     "q: ": lambda x: dict(q=x.q[..., :24]),
     "kv_cache": lambda x: dict(kv_cache=x.cache[..., :60]),
     "weights": lambda x: dict(weights=x.weights[:, :3]),
+    "weights: ": lambda x: dict(weights=x.weights.mT.contiguous()),
     "context_lens": lambda x: dict(context_lens=x.lens[:1]),
     "block_table": lambda x: dict(block_table=x.tables[:1]),
     "indices": lambda x: dict(indices=x.lens),

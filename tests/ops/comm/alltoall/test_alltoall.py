@@ -279,6 +279,10 @@ def test_large_rows_of_blocks_are_refused():
         comm.decode_cp_a2a_alltoall(o[..., :8], s.half(), ws, 0, 1)
     with pytest.raises(ValueError, match="cp_rank: got 1; allowed: 0"):
         comm.decode_cp_a2a_init_workspace(ws, 1, 1)
+    memory = torch.zeros(4, 1, 2)
+    for i, out in enumerate(((memory[1:3], torch.zeros(2, 1, 2)), (memory[2:], memory[2:]))):
+        with pytest.raises(ValueError, match=rf"^out\[{i}\]: got .*the memory of "):
+            comm.decode_cp_a2a_alltoall(memory[:2], s, ws, 0, 1, out=out)
 
 
 @pytest.mark.parametrize("name", ["top_k", "num_experts"])

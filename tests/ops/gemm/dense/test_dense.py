@@ -128,6 +128,20 @@ def test_a_weight_in_blocks_may_begin_anywhere(backend, device):
 
 
 @kernels
+@pytest.mark.parametrize("laid", ("moved", "gaps", "columns", "one"))
+def test_rows_beside_a_weight_in_blocks_have_any_strides(laid, backend, device):
+    a, weight = generate.randn(6, 256, dtype=E4M3, device=device), generate.randn(64, 256, dtype=E4M3, device=device)
+    given = {
+        "moved": lambda x: x.new_empty(6 * 256 + 1)[1:].view(6, 256).copy_(x),
+        "gaps": lambda x: x.new_empty(6, 257)[:, :256].copy_(x),
+        "columns": lambda x: x.T.contiguous().T,
+        "one": lambda x: x[:1].expand(6, 256),
+    }[laid](a.view(torch.uint8)).view(E4M3)  # fmt: skip
+    out = flashinfer.mm_fp8(given, arranged(weight), None, backend=backend)
+    assert_close(out, peer(given, weight.T, BF16), truth(given, weight.T))
+
+
+@kernels
 @pytest.mark.parametrize("a_dtype, b_dtype", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
 def test_mm_fp8_of_a_weight_as_it_is(backend, device, a_dtype, b_dtype):
     """[n, k], of any n and k and any strides; with any of upstream's names, too."""

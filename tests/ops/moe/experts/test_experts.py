@@ -580,6 +580,7 @@ BAD = [
     ("gemm1_lora_delta", {"gemm1_lora_delta": lambda c: torch.ones(1)}),
     ("gemm1_lora_delta", {"gemm1_lora_delta": lambda c: torch.ones(4, 2, 128, dtype=torch.int32)}),
     ("routing_replay_out", {"routing_replay_out": lambda c: torch.ones(1)}),
+    ("routing_replay_out", {"routing_replay_out": lambda c: torch.ones(K, dtype=torch.int16).expand(4, K)}),
 ]
 
 
@@ -617,6 +618,23 @@ def test_factors_of_other_experts_are_refused(encoding, which, count):
             fused_moe.trtllm_fp4_block_scale_routed_moe(
                 chosen("cpu"), None, x, x_scale, w1, s1, *nones, w2, s2, *nones, *sizes
             )
+
+
+@pytest.mark.parametrize("name", ["hidden_states_scale", "gemm1_weights_scale", "gemm2_weights_scale"])
+def test_factors_of_columns_are_refused(name):
+    """As many bytes, in rows of another length."""
+    H, M = 256, 128
+    x, x_scale, _ = random("mxfp8", tokens("cpu"), H)
+    w1, s1, _ = weights("mxfp8", E, 2 * M, H)
+    w2, s2, _ = weights("mxfp8", E, H, M)
+    given = {"hidden_states_scale": x_scale, "gemm1_weights_scale": s1, "gemm2_weights_scale": s2}
+    given[name] = given[name].mT.contiguous()
+    with pytest.raises(ValueError, match=f"^{name}: got .*allowed: "):
+        fused_moe.trtllm_fp8_block_scale_routed_moe(
+            chosen("cpu"), None, x, given["hidden_states_scale"], w1, given["gemm1_weights_scale"], w2,
+            given["gemm2_weights_scale"], E, K, None, None, M, 0, E, None,
+            fp8_quantization_type=Fp8QuantizationType.MxFp8,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [(), (H,), (1, 4, H)])
@@ -667,11 +685,20 @@ def test_a_method_that_is_none():
      ("token_selected_experts", torch.zeros(4, 0).int()), ("token_selected_experts", torch.zeros(4, 33).int())],
 )  # fmt: skip
 def test_bad_input_of_cutlass(name, change):
+    _refused_by_cutlass(name, change)
+
+
+@pytest.mark.parametrize("name", ["swiglu_alpha", "swiglu_beta", "swiglu_limit"])
+def test_numbers_of_swiglu_are_none_of_situ(name):
+    _refused_by_cutlass(name, torch.ones(E), activation_type=ActivationType.Situ)
+
+
+def _refused_by_cutlass(name, change, **others):
     (x, w1, w2), _ = bf16_layer("cpu")
     call = dict(zip(("token_selected_experts", "token_final_scales"), chosen("cpu")))
     call |= {"input": x, "fc1_expert_weights": w1, "fc2_expert_weights": w2, "output_dtype": BF16, "quant_scales": None}
     with pytest.raises(ValueError, match=f"^{name}.*: got .*allowed: "):
-        fused_moe.cutlass_fused_moe(**call | {name: change})
+        fused_moe.cutlass_fused_moe(**call | others | {name: change})
 
 
 @pytest.mark.gpu

@@ -45,6 +45,17 @@ def test_mono_moe(way, device, scoring, renormalize, interleaved):
     assert not fused_moe.mono_moe(*call).any()
 
 
+def test_writes_to_weights_that_torch_does_not_count():
+    x = torch.randn(TOKENS, H).to(BF16)
+    (w1, s1, _), (w2, s2, _) = weights("fp8_block", E, 2 * M, H), weights("fp8_block", E, H, M)
+    with torch.inference_mode():
+        given = w1.clone()
+        call = (x, torch.randn(TOKENS, E), given, s1, w2, s2, K)
+        assert fused_moe.mono_moe(*call).any()
+        given.view(torch.uint8).zero_()
+        assert not fused_moe.mono_moe(*call).any()
+
+
 def test_interleave():
     w = torch.arange(2 * 256).view(2, 256, 1).expand(2, 256, 3).to(torch.float32).to(torch.float8_e4m3fn)
     out = fused_moe.interleave_for_tma_wgmma_up(w)

@@ -236,6 +236,7 @@ BAD = {
     "factors in float32": ("quant_scales: fc1", lambda q: [q[0].float(), *q[1:]]),
     "factors of other rows": ("quant_scales: fc2", lambda q: [q[0], q[1][:, :, :4], *q[2:]]),
     "columns of another count": ("quant_scales: a1", lambda q: [*q[:2], q[2][:, :9], *q[3:]]),
+    "columns of experts": ("quant_scales: a2", lambda q: [*q[:3], q[3].repeat(1, 1, E), *q[4:]]),
     "another count of experts": ("quant_scales: d1", lambda q: [*q[:6], torch.ones(3), q[7]]),
 }
 
