@@ -2,7 +2,7 @@
 # make test     run the CPU test suite
 # make mutants  small wrong changes to the source, each of which the tests have to notice; minutes
 # make hostile  calls of the tests of each folder with every wrong argument, which have to be refused or right; minutes
-# make matrix   compile every kernel for every architecture on two Tritons, and run the tests that take long
+# make matrix   compile every kernel for every architecture, on two Tritons, and run the tests that take long
 # make wheel    build sdist and wheel of each version that engines pin, and try them in clean environments
 # make types    check types of the examples, the integrations, public modules and the code in documents
 # make docs     build the documentation site and open it in a headless browser; needs npm for the browser
@@ -36,9 +36,8 @@ hostile: $(VENV)/.test
 	@$(PYTEST) -m matrix --numprocesses 2 --dist worksteal $(HOSTILE)
 
 matrix: $(VENV)/.test
-	@$(PYTEST) -m matrix --capture no tests/meta/test_compile_matrix.py
-	@$(PYTEST) -m "matrix and not gpu" --numprocesses 2 --dist worksteal --ignore tests/meta/test_compile_matrix.py --deselect $(HOSTILE)
-	@$(PYTEST) --fuzz 2000 --numprocesses 2 --dist worksteal tests/fuzz/test_fuzz.py
+	@$(PYTEST) -m "matrix and not gpu" --numprocesses 2 --dist worksteal --deselect $(HOSTILE)
+	@$(PYTEST) --fuzz 1500 --fuzz-seed 500 --numprocesses 2 --dist worksteal tests/fuzz/test_fuzz.py
 
 wheel: $(VENV)/.test
 	@$(BIN)/python tools/wheel.py

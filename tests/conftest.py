@@ -17,6 +17,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; chosen by -m gpu or FLASHINFER_TEST_GPU=1")
     config.addinivalue_line("markers", "site: opens the built documentation in a browser; chosen by -m site")
     config.addinivalue_line("markers", "matrix: compiles many kernels, or takes long; chosen by -m matrix")
+    config.addinivalue_line("markers", "minutes: takes minutes, and begins first")
     if os.environ.get("FLASHINFER_TEST_GPU") == "1" and config.option.markexpr.startswith("not gpu"):
         config.option.markexpr = "gpu"
     if not _is_gpu_suite(config):
@@ -39,8 +40,21 @@ def pytest_collection():
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    """Marks are set before they choose tests. Of those chosen, what takes minutes begins first."""
+    _set_suites(config, items)
+    result = yield
+    total, workers = len(items), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    long = [item for item in items if item.get_closest_marker("minutes")]
+    items[:] = [item for item in items if item not in long]
+    for place, item in enumerate(long):
+        # xdist gives each worker a part of the list: at the head of each stands one.
+        items.insert(place * total // workers, item)
+    return result
+
+
+def _set_suites(config, items):
     """A test that takes its device from the suite belongs to both; one marked gpu to the GPU suite alone.
 
     With --hostile all, one case of each test is left, by the reference.

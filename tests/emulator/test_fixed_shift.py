@@ -12,6 +12,7 @@ from tests.ops.attention.mla import latents
 from tests.ops.attention.mla import test_leaps as mla
 from tests.ops.attention.oracle import Options
 from tests.ops.attention.test_leaps import rising
+from tests.pairs import pairs
 
 
 def times_values(x, factor):
@@ -75,11 +76,13 @@ def test_logits_near_a_soft_cap_are_retried():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("page_size, factor", ((0, 1.0), (0, 2.0**100), (1, 1.0), (16, 2.0**100), (128, 1.0)))
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("at", ((0,), (700,), (0, 700), (1400,)))
-def test_leaps(at, causal, page_size, factor):
+@pytest.mark.parametrize("at, causal, pages", pairs(
+    ((0,), (700,), (0, 700), (1400,)), (False, True),
+    ((0, 1.0), (0, 2.0**100), (1, 1.0), (16, 2.0**100), (128, 1.0)),
+), ids=str)  # fmt: skip
+def test_leaps(at, causal, pages):
     """Keys that stand out in the first block, in one without a mask, in both, and in one with a mask."""
+    page_size, factor = pages
     x = times_values(rising("cpu", (130, 200), (1500, 1300), 90.0, [k for k in at if k < 1300], heads=(1, 1)), factor)
     with emulate("90a", seed=sum(at) + page_size):
         if page_size:

@@ -1,5 +1,7 @@
 """Hopper's prefill kernel for heads that are narrower than their tiles, in the emulator, against float64."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -11,8 +13,10 @@ from flashinfer.testing.emulator import emulate
 from tests.emulator.test_prefill import LENGTHS, OPTIONS, SEEDS, batch
 from tests.ops.attention.cases import check, run_paged, run_ragged
 from tests.ops.attention.oracle import Extras, Options
+from tests.pairs import pairs
 
 NAN = float("nan")
+DTYPES = torch.bfloat16, torch.float16
 CAUSAL = Options(causal=True)
 # A second tile of 16, 32 or 64 columns, which the head fills or not, beside one of 64 or 128.
 SIZES = (72, 80, 88, 104, 112, 120, 136, 144, 152, 160, 192)
@@ -67,28 +71,26 @@ def test_what_is_left_to_the_portable_kernel(dims, page_size):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("dim, page_size, kv_layout", SOURCES)
-def test_neighbours_that_are_nan(dim, page_size, kv_layout, dtype):
+@pytest.mark.parametrize("source, dtype", list(zip(SOURCES, cycle(DTYPES))), ids=str)
+def test_neighbours_that_are_nan(source, dtype):
+    dim, page_size, kv_layout = source
     check_poisoned(dim, page_size, kv_layout, 2, dtype)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("dim, page_size, kv_layout", SOURCES)
-def test_sources(dim, page_size, kv_layout, dtype, seed):
+@pytest.mark.parametrize("source, dtype, seed", pairs(SOURCES, DTYPES, SEEDS), ids=str)
+def test_sources(source, dtype, seed):
     """Groups of 1, 4 and 8 in turn; causal masks and full ones."""
+    dim, page_size, kv_layout = source
     x = batch(dim, dtype, heads=((2, 2), (4, 1), (16, 2))[seed])
     options = CAUSAL if seed else Options()
     check(attended(x, options, seed, page_size, kv_layout), x, options)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("page_size", (0, 16))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dim", (72, 80, 112, 144, 160))
+@pytest.mark.parametrize("dim, name, dtype, page_size", pairs(
+    (72, 80, 112, 144, 160), list(OPTIONS), DTYPES, (0, 16)
+), ids=str)  # fmt: skip
 def test_options(dim, name, dtype, page_size):
     x = batch(dim, dtype)
     check(attended(x, OPTIONS[name], 3, page_size), x, OPTIONS[name])

@@ -8,6 +8,7 @@ from flashinfer.testing.emulator import emulate
 from tests.ops.attention import test_fp8_prefill as fp8
 from tests.ops.attention.cases import check, run_paged, run_ragged
 from tests.ops.attention.oracle import Extras, Options
+from tests.pairs import pairs
 
 SEEDS = (0, 1, 2)
 # A tile and a part of one, a request of one token, one without keys.
@@ -66,9 +67,7 @@ def test_windows_of_split_keys():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name, dtype, seed", pairs(list(OPTIONS), (torch.bfloat16, torch.float16), SEEDS), ids=str)
 def test_options(name, dtype, seed):
     check_ragged(batch(dtype=dtype), OPTIONS[name], seed)
 
@@ -81,9 +80,7 @@ def test_head_dims(dim, dim_vo, seed):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("page_size", (1, 7, 16, 128, 256))
-@pytest.mark.parametrize("kv_layout", ("NHD", "HND"))
+@pytest.mark.parametrize("page_size, kv_layout, seed", pairs((1, 7, 16, 128, 256), ("NHD", "HND"), SEEDS))
 def test_pages(page_size, kv_layout, seed):
     x = batch(heads=(4, 2))
     with emulate("90a", seed=seed):
@@ -144,9 +141,8 @@ def test_fp8_quickly():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("page_size", (0, 16, 128))
-@pytest.mark.parametrize("name", ("causal", "full", "window", "soft cap", "alibi"))
-@pytest.mark.parametrize("dim", (64, 128))
+@pytest.mark.parametrize("dim, name, page_size, seed", pairs(
+    (64, 128), ("causal", "full", "window", "soft cap", "alibi"), (0, 16, 128), SEEDS
+), ids=str)  # fmt: skip
 def test_fp8(dim, name, page_size, seed):
     check_fp8(seed, dim, *LENGTHS, OPTIONS[name], page_size)

@@ -9,6 +9,7 @@ from flashinfer.testing import generate
 from flashinfer.testing.emulator import emulate
 from tests.ops.attention.cases import check, run_paged, run_ragged
 from tests.ops.attention.oracle import Extras, Options
+from tests.pairs import pairs
 
 HALF, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 NAN = float("nan")
@@ -95,9 +96,11 @@ def test_groups_and_seeds(group, seed):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kv_dtype, arch", ((E4M3, "89"), (E4M3, "90a"), (E5M2, "80"), (E5M2, "90a")))
-@pytest.mark.parametrize("dtype, page_size", list(product((HALF, BF16), PAGES)))
-def test_fp8(kv_dtype, arch, dtype, page_size):
+@pytest.mark.parametrize("codes, dtype, page_size", pairs(
+    ((E4M3, "89"), (E4M3, "90a"), (E5M2, "80"), (E5M2, "90a")), (HALF, BF16), PAGES
+), ids=str)  # fmt: skip
+def test_fp8(codes, dtype, page_size):
+    kv_dtype, arch = codes
     x = batch(dtype=dtype, kv_dtype=kv_dtype)
     check(attended(x, Options(), arch=arch, page_size=page_size), x, Options())
 

@@ -15,9 +15,11 @@ from tests.emulator.test_faults import FAULTS
 from tests.emulator.test_prefill import LENGTHS, OPTIONS
 from tests.ops.attention.cases import check, run_paged, run_ragged
 from tests.ops.attention.oracle import Extras, Options
+from tests.pairs import pairs
 
 BF16, HALF, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = tuple(itertools.product((BF16, HALF), (E4M3, E5M2)))
+SEEDS = (0, 1, 2)
 
 
 def batch(q=BF16, kv=E4M3, dim=64, heads=(2, 1), lengths=LENGTHS):
@@ -53,26 +55,26 @@ def test_every_code_is_exact(q, kv):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
-@pytest.mark.parametrize("q, kv", PAIRS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name, q, kv, seed):
+@pytest.mark.parametrize("name, dtypes, seed", pairs(list(OPTIONS), PAIRS, SEEDS), ids=str)
+def test_options(name, dtypes, seed):
+    q, kv = dtypes
     x = batch(q, kv, dim=128 if seed == 1 and q == BF16 else 64)
     check(run(x, OPTIONS[name], seed), x, OPTIONS[name])
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed, kv_layout", ((0, "NHD"), (1, "HND"), (2, "NHD")))
-@pytest.mark.parametrize("q, kv, dim", ((BF16, E4M3, 128), (BF16, E5M2, 128), *((*pair, 64) for pair in PAIRS)))
-@pytest.mark.parametrize("page_size", (1, 16, 24, 64))
-def test_pages(page_size, q, kv, dim, seed, kv_layout):
+@pytest.mark.parametrize("page_size, dtypes, seed, kv_layout", pairs(
+    (1, 16, 24, 64), ((BF16, E4M3, 128), (BF16, E5M2, 128), *((*pair, 64) for pair in PAIRS)), SEEDS, ("NHD", "HND"),
+), ids=str)  # fmt: skip
+def test_pages(page_size, dtypes, seed, kv_layout):
     """What lies behind each end, and in pages of others, is NaN."""
+    q, kv, dim = dtypes
     x = batch(q, kv, dim, (4, 2))
     check(run(x, Options(causal=True), seed, page_size, kv_layout), x, Options(causal=True))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("group", (1, 4, 8))
 def test_groups(group, seed):
     x = batch(heads=(2 * group, 2), lengths=((70, 33), (130, 40)))
@@ -80,9 +82,9 @@ def test_groups(group, seed):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
-@pytest.mark.parametrize("page_size", (0, 16))
-@pytest.mark.parametrize("kv_len", (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257))
+@pytest.mark.parametrize("kv_len, page_size, seed", pairs(
+    (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257), (0, 16), SEEDS
+))  # fmt: skip
 def test_lengths(kv_len, page_size, seed):
     x = batch(lengths=((130, 1, 129), (kv_len, 0, 200)))
     for options in (Options(), Options(causal=True)):
@@ -90,16 +92,17 @@ def test_lengths(kv_len, page_size, seed):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
-@pytest.mark.parametrize("plan", ({}, dict(disable_split_kv=True), dict(fixed_split_size=256)))
-@pytest.mark.parametrize("q, kv, dim, page_size", ((BF16, E4M3, 128, 16), (HALF, E5M2, 64, 1)))
-def test_chunks_on_long_keys(q, kv, dim, page_size, plan, seed):
+@pytest.mark.parametrize("case, plan, seed", pairs(
+    ((BF16, E4M3, 128, 16), (HALF, E5M2, 64, 1)), ({}, dict(disable_split_kv=True), dict(fixed_split_size=256)), SEEDS
+), ids=str)  # fmt: skip
+def test_chunks_on_long_keys(case, plan, seed):
+    q, kv, dim, page_size = case
     x = batch(q, kv, dim, (4, 1), ((40, 3), (1900, 900)))
     check(run(x, Options(causal=True), seed, page_size, plan=plan), x, Options(causal=True))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("q, kv", PAIRS)
 def test_custom_masks(q, kv, seed):
     x = batch(q, kv)
@@ -109,7 +112,7 @@ def test_custom_masks(q, kv, seed):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ("causal", "window", "soft cap"))
 def test_sinks(name, seed):
     x = batch(heads=(4, 2))
@@ -118,11 +121,10 @@ def test_sinks(name, seed):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
-@pytest.mark.parametrize("count", (0, 1, 2, 4))
-@pytest.mark.parametrize("q, kv", PAIRS)
-def test_scales(q, kv, count, seed):
+@pytest.mark.parametrize("dtypes, count, seed", pairs(PAIRS, (0, 1, 2, 4), SEEDS), ids=str)
+def test_scales(dtypes, count, seed):
     """Numbers, and tensors of an element, of one for each KV head, of one for each query head."""
+    q, kv = dtypes
     x = batch(q, kv, heads=(4, 2))
     number = dict(k_scale=1.7, v_scale=0.3)
     given = {n: v if not count else torch.full((count,), v) for n, v in number.items()}
@@ -130,7 +132,7 @@ def test_scales(q, kv, count, seed):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ("causal", "window"))
 def test_wide_logits(name, seed):
     """What a fixed shift does not serve is made again, with a maximum of each block."""
@@ -140,7 +142,7 @@ def test_wide_logits(name, seed):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("q, kv", PAIRS)
 def test_nan_codes(q, kv, seed):
     """NaN in a key reaches the rows that see it and no others; in a value, its column of the rows that see it."""

@@ -1,7 +1,7 @@
 """Random calls of public functions, each from its own seed.
 
     pytest tests/fuzz                                   500 calls on the CPU, nine tenths of them by the reference
-    pytest tests/fuzz --fuzz 2000                       the same, more of them, as `make matrix` does
+    pytest tests/fuzz --fuzz 1500 --fuzz-seed 500       more of them, from other seeds, as `make matrix` does
     pytest tests/fuzz -m gpu --fuzz 100000 -n 16        as many by a GPU's kernels, in 16 processes
     pytest tests/fuzz --fuzz 1 --fuzz-seed N -k NAME    the call that a failure names
 """

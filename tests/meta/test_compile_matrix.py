@@ -1,9 +1,10 @@
 """Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
 Of each op's catalog it takes for each variant problems that show every value of every field in it, so that each branch
-of each kernel is there. The two Tritons share them, and deal them to the chips in turn; every kernel is compiled for
-every chip by both. Where a Triton writes the same PTX for several chips, which samples show, one of them stands for
-all. A chip's own kernels are compiled for all of their problems by the lowest, and for every second one by the highest.
+of each kernel is there. The two Tritons share them, and deal them to the chips in turn. The lowest compiles every
+kernel for every chip; where it writes the same PTX for several, which samples show, one of them stands for all. The
+highest compiles every kernel for Hopper, and in turn for an older and a newer chip. A chip's own kernels are compiled
+for all of their problems by the lowest, and for every second one by the highest.
 `make matrix` runs it; FLASHINFER_TEST_TRITON names the folder of the highest Triton.
 """
 
@@ -26,12 +27,13 @@ from flashinfer._core.precompile import catalog_jobs, precompile
 from flashinfer._core.target import GPU_ARCHS, named
 from flashinfer.ops import all_ops
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.minutes]
 
 OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
-# Chips for which the lowest Triton, and the highest, write the same PTX but for its target's name.
-ALIKE = {False: (("80", "86", "89"),), True: (("86", "89"), ("100a", "103a"))}
+OLDER, NEWER = ("80", "86", "89"), ("100a", "103a", "120a")
+# Chips for which the lowest Triton writes the same PTX but for its target's name.
+ALIKE = OLDER
 # Launchers that show it: reductions, exponentials, scans, gathers, matrix products in a pipeline.
 SAMPLES = {"norm", "sampling_statistics", "top_k_sort", "moe_finalize", "dense_gemm"}
 
@@ -86,7 +88,8 @@ def all_jobs(highest):
     for place, problems in enumerate(jobs_by_kernel().values()):
         by_op = defaultdict(list)
         for by_arch in problems.values():
-            by_op[next(iter(by_arch.values())).op].append(unlike(by_arch, highest, place))
+            chips = in_turn(by_arch, place) if highest else unlike(by_arch, place)
+            by_op[next(iter(by_arch.values())).op].append(chips)
         if highest or any(len(by_arch) > 1 for by_arch in problems.values()):
             by_op = {op: its[highest::2] or its for op, its in by_op.items()}
         # Ops take turns, so that each of them has a chip.
@@ -99,18 +102,27 @@ def of_any_chip(problem):
     return replace(problem, capability=0) if hasattr(problem, "capability") else problem
 
 
-def alike(by_arch, archs):
-    """Of {arch: job} the jobs of `archs` that are one but for the chip."""
-    jobs = [by_arch[arch] for arch in archs if arch in by_arch]
+def alike(by_arch):
+    """Of {arch: job} the jobs of ALIKE that are one but for the chip."""
+    jobs = [by_arch[arch] for arch in ALIKE if arch in by_arch]
     return [job for job in jobs if replace(job, arch="") == replace(jobs[0], arch="")]
 
 
-def unlike(by_arch, highest, place):
+def unlike(by_arch, place):
     """{arch: job} with one chip of those that are alike, in turn by `place`."""
+    same = [job.arch for job in alike(by_arch)]
+    stands = same[place % len(same)] if same else ""
+    return {arch: job for arch, job in by_arch.items() if arch == stands or arch not in same}
+
+
+def in_turn(by_arch, place):
+    """{arch: job} with one chip of the older ones and one of the newer ones, in turn by `place`."""
     left = dict(by_arch)
-    for archs in ALIKE[highest]:
-        for job in alike(by_arch, archs[place % len(archs) :] + archs[: place % len(archs)])[1:]:
-            del left[job.arch]
+    for archs in (OLDER, NEWER):
+        those = [arch for arch in archs if arch in by_arch]
+        for arch in those:
+            if arch != those[place % len(those)]:
+                del left[arch]
     return left
 
 
@@ -172,13 +184,12 @@ def ptx_of_build(build, arch):
     raise AssertionError(f"{build.kernel.__name__} did not become PTX for {arch}")
 
 
-def compare_alike(highest):
+def compare_alike():
     """[launcher, chip, one like it, whether both get the same PTX] for a problem of each sample."""
     found = []
-    for archs in ALIKE[highest]:
-        of_samples = {launcher: problems for (launcher, _), problems in jobs_by_kernel().items() if launcher in SAMPLES}
-        for launcher, problems in of_samples.items():
-            same = max((alike(by_arch, archs) for by_arch in problems.values()), key=len)
+    for (launcher, _), problems in jobs_by_kernel().items():
+        if launcher in SAMPLES:
+            same = max(map(alike, problems.values()), key=len)
             texts = [ptx_of(job) for job in same]
             found += [[launcher, same[0].arch, job.arch, text == texts[0]] for job, text in zip(same, texts)][1:]
     return found
@@ -202,8 +213,10 @@ def first_assembler_alone():
 
 
 def main(folder, highest):
-    """Compile into `folder`; print the records, and how alike the chips are, as JSON. Progress goes to stderr."""
+    """Compile into `folder`; print the records, and for the lowest Triton how alike chips are, as JSON."""
     jobs, done, start = list(all_jobs(highest)), [], time.perf_counter()
+    # The workers of pytest share the cores.
+    processes = max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     total = len({(job.module, job.launcher, job.arch, job.problem, job.config) for job in jobs})
 
     def show(record):
@@ -214,9 +227,9 @@ def main(folder, highest):
 
     alone = [] if highest else [job for job in jobs if job.arch == "90a" and not needs_newer_assembler(job)]
     with first_assembler_alone():
-        precompile(alone, Path(folder), on_record=show)
-    precompile([job for job in jobs if job not in alone], Path(folder), on_record=show)
-    print(json.dumps([[asdict(record) for record in done], compare_alike(highest)]))
+        precompile(alone, Path(folder), processes, on_record=show)
+    precompile([job for job in jobs if job not in alone], Path(folder), processes, on_record=show)
+    print(json.dumps([[asdict(record) for record in done], [] if highest else compare_alike()]))
 
 
 def compile_all(folder, first_on_path=""):
@@ -230,9 +243,7 @@ def compile_all(folder, first_on_path=""):
     return json.loads(done.stdout)
 
 
-def check(records, alike):
-    assert {launcher for launcher, *_ in alike} == SAMPLES
-    assert all(same for *_, same in alike), alike
+def check(records):
     ops = all_ops()
     budgets = {}
     for op in ops.values():
@@ -256,7 +267,10 @@ def check(records, alike):
 
 
 def test_on_this_triton(tmp_path):
-    check(*compile_all(tmp_path))
+    records, found = compile_all(tmp_path)
+    check(records)
+    assert {launcher for launcher, *_ in found} == SAMPLES
+    assert all(same for *_, same in found), found
 
 
 @pytest.mark.skipif(not OTHER, reason="FLASHINFER_TEST_TRITON names no second Triton (no GPU is needed)")
@@ -264,4 +278,4 @@ def test_on_the_highest_triton(tmp_path):
     probe = [sys.executable, "-c", "import triton; print(triton.__version__)"]
     version = subprocess.run(probe, env=os.environ | {"PYTHONPATH": OTHER}, capture_output=True, text=True, check=True)
     assert version.stdout.strip() == ("3.9.0" if sys.version_info >= (3, 11) else "3.8.0")
-    check(*compile_all(tmp_path, OTHER))
+    check(compile_all(tmp_path, OTHER)[0])

@@ -1,5 +1,6 @@
 """The instruments that other tests trust: the error rules, the case generators, the timing."""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from flashinfer.testing import assert_bitwise, assert_close, bench_gpu_time
 from flashinfer.testing import generate as g
+from tests.pairs import pairs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -253,3 +255,11 @@ class TestGpuTiming:
                 bench_gpu_time(lambda: None, **{name: 0})
         with pytest.warns(UserWarning, match="CUPTI"):
             bench_gpu_time(lambda: None, repeat_iters=1, enable_cupti=True)
+
+
+def test_pairs_of_values():
+    values = (1, 2, 3), "ab", (True, False), range(4)
+    rows = pairs(*values)
+    assert len(rows) < 20 and set(rows) < set(itertools.product(*values))
+    for i, j in itertools.combinations(range(4), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(values[i], values[j]))

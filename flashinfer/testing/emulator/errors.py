@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 
 # Code objects of emulated kernels carry this in front of their file's name.
@@ -33,12 +33,13 @@ class Deadlock(EmulationError):
 
 def here() -> str:
     """The line of the kernel that runs, and who called it."""
-    places = []
-    frame: FrameType | None = sys._getframe(1)
+    return _innermost(_outwards(sys._getframe(1)))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
     while frame is not None:
-        places.append((frame.f_code, frame.f_lineno))
+        yield frame.f_code, frame.f_lineno
         frame = frame.f_back
-    return _innermost(places)
 
 
 def of_traceback(traceback: TracebackType | None) -> str:

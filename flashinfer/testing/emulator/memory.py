@@ -36,9 +36,12 @@ class Memory:
         steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         self.size = (1 + steps) * tensor.element_size() if tensor.numel() else 0
         self._bytes = (ctypes.c_char * self.size).from_address(self.base) if self.size else b""
+        self._raw: dict[type, np.ndarray] = {}
 
     def raw(self, kind: type) -> np.ndarray:
-        return np.frombuffer(self._bytes, kind, self.size // np.dtype(kind).itemsize)
+        if kind not in self._raw:
+            self._raw[kind] = np.frombuffer(self._bytes, kind, self.size // np.dtype(kind).itemsize)
+        return self._raw[kind]
 
 
 def _places(pointer: Tensor, mask, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -63,7 +66,7 @@ def _places(pointer: Tensor, mask, what: str) -> tuple[np.ndarray, np.ndarray, n
             worst = low if low < 0 else high
             raise OutOfBounds(f"{what} of {element} at byte {worst} of {memory.name}, which has {memory.size} "
                               f"(shape {tuple(memory.tensor.shape)}), at {here()}")  # fmt: skip
-        if size > 1 and np.any(at % size):
+        if size > 1 and (at & (size - 1)).any():
             raise EmulationError(f"{what} of {element} in {memory.name} at an odd address, at {here()}")
     raw = memory.raw(kind)
     return raw if raw.size else np.zeros(1, kind), at // size, inside

@@ -26,8 +26,8 @@ class Allocation:
     def __init__(self, name: str, schedule):
         self.name, self.schedule = name, schedule
         self.barriers: dict[int, Barrier] = {}
-        # What threads wrote, as (writer, state), since their last fence.
-        self.dirty: dict[tuple, tuple[int, np.ndarray]] = {}
+        # What threads wrote since their last fence, as (writer, state, partitions whose fences came later).
+        self.dirty: dict[tuple, tuple[int, np.ndarray, set[int]]] = {}
         self.has_read: set[int] = set()
 
 
@@ -144,7 +144,7 @@ class Shared(InSharedMemory):
         np.copyto(self.state, np.uint32(DIRTY | clock.partition << WRITER), where=changed)
         interface = self.state.__array_interface__
         key = clock.partition, interface["data"][0], interface["shape"], interface["strides"]
-        self.allocation.dirty[key] = clock.partition, self.state
+        self.allocation.dirty[key] = clock.partition, self.state, set()
 
     def mark_read(self, clock: Clock) -> None:
         self.allocation.has_read.add(clock.partition)
@@ -176,7 +176,7 @@ class Shared(InSharedMemory):
         self.state[...] = DIRTY | writer << WRITER
         interface = self.state.__array_interface__
         key = writer, interface["data"][0], interface["shape"], interface["strides"]
-        self.allocation.dirty[key] = writer, self.state
+        self.allocation.dirty[key] = writer, self.state, set()
 
     def begin_reading(self, what: str) -> None:
         """A product, or the copy engine, reads it from now on."""
@@ -251,10 +251,14 @@ def _ones(kind: np.dtype) -> int:
 def fence(allocations: list[Allocation], partition: int) -> None:
     """What the partition wrote, every product sees that comes after; what others wrote, its own products see."""
     for allocation in allocations:
-        for key, (writer, state) in list(allocation.dirty.items()):
+        for key, (writer, state, fenced) in list(allocation.dirty.items()):
+            # A fence changes nothing twice: whoever writes there again is dirty again.
+            if partition in fenced:
+                continue
+            fenced.add(partition)
             dirty = (state & DIRTY) != 0
             own = dirty & ((state >> WRITER & 7) == partition)
             if writer == partition:
-                state[own] = 0
+                np.copyto(state, np.uint32(0), where=own)
                 del allocation.dirty[key]
-            state[dirty & ~own] |= 1 << (FENCED + partition)
+            np.bitwise_or(state, np.uint32(1 << (FENCED + partition)), out=state, where=dirty & ~own)

@@ -26,6 +26,13 @@ _RAW = {
     "int1": np.uint8, "fp32": np.uint32, "fp16": np.uint16, "bf16": np.uint16, "fp8e4nv": np.uint8, "fp8e5": np.uint8,
     "fp64": np.uint64,
 }  # fmt: skip
+_FLOATS = frozenset(("fp8e4nv", "fp8e5", "fp16", "bf16", "fp32", "fp64"))
+# Least and greatest values of integers.
+_RANGES = {
+    name: (int(np.iinfo(kind).min), int(np.iinfo(kind).max))
+    for name, kind in _STORED.items()
+    if issubclass(kind, np.integer)
+}
 _FP8 = {"fp8e4nv": (torch.float8_e4m3fn, 448.0), "fp8e5": (torch.float8_e5m2, 57344.0)}
 _CODES = torch.from_numpy(np.arange(256, dtype=np.uint8))
 _WIDENED = {name: _CODES.view(kind).to(torch.float32).numpy() for name, (kind, _) in _FP8.items()}
@@ -291,7 +298,7 @@ def pair(x, y) -> tuple:
     layout = x.layout
     if layout is None or np.ndim(x.a) < np.ndim(y.a):
         layout = y.layout
-    if x.dtype == y.dtype:
+    if x.dtype is y.dtype or x.dtype == y.dtype:
         return x.a, y.a, x.dtype, layout, kind
     dtype = common(x.dtype, y.dtype)
     return cast(x, dtype).a, cast(y, dtype).a, dtype, layout, kind
@@ -307,33 +314,33 @@ def _beside_lanes(x, y) -> tuple:
 
 def _like(value, dtype: Dtype) -> Dtype:
     """The type of an operation of a tensor and a Python number."""
-    if isinstance(value, bool):
+    name = dtype.name
+    if name in _FLOATS or isinstance(value, bool):
         return dtype
     if isinstance(value, float):
-        return dtype if dtype.is_floating() else tl.float32
-    if dtype.is_floating():
-        return dtype
-    if dtype.name == "int1":
+        return tl.float32
+    if name == "int1":
         return of_python(value)
-    info = np.iinfo(stored(dtype))
-    return dtype if info.min <= value <= info.max else common(of_python(value), dtype)
+    # An address is an int64.
+    least, most = _RANGES.get(name, _RANGES["int64"])
+    return dtype if least <= value <= most else common(of_python(value), dtype)
 
 
 def _as(value, dtype: Dtype):
-    return rounded(np.float32(value), dtype) if dtype.is_floating() else stored(dtype)(value)
+    return rounded(np.float32(value), dtype) if dtype.name in _FLOATS else stored(dtype)(value)
 
 
 def _arithmetic(function, is_float=True):
     def operation(x, y):
         if isinstance(y, InSharedMemory):
             return NotImplemented
-        if isinstance(x, Tensor) and x.dtype.is_ptr():
+        if isinstance(x, Tensor) and isinstance(x.dtype, pointer_type):
             return _moved(x, y, function)
-        if isinstance(y, Tensor) and y.dtype.is_ptr():
+        if isinstance(y, Tensor) and isinstance(y.dtype, pointer_type):
             return _moved(y, x, function)
         a, b, dtype, layout, kind = pair(x, y)
         result = function(a, b)
-        if dtype.is_floating():
+        if dtype.name in _FLOATS:
             if not is_float:
                 raise EmulationError(f"{function.__name__} of {dtype}")
             if dtype.name not in ("fp32", "fp64"):
