@@ -407,7 +407,6 @@ BAD_FP4 = {
     "a_descale in 8x4": dict(use_8x4_sf_layout=True),
     "b_descale": dict(b_descale=torch.zeros(128, 4)),
     "alpha": dict(alpha=torch.ones(2)),
-    "alpha of float64": dict(alpha=torch.ones(1, dtype=torch.float64)),
     "out": dict(out=torch.empty(4, 127, dtype=BF16)),
     "out of another dtype": dict(out=torch.empty(4, 128, dtype=torch.float16)),
     "out_dtype": dict(out_dtype=torch.int32),
