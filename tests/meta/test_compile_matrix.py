@@ -1,10 +1,10 @@
 """Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
 Of each op's catalog it takes for each variant problems that show every value of every field in it, so that each branch
-of each kernel is there. The two Tritons share them, and deal them to the chips in turn. The lowest compiles every
-kernel for every chip; where it writes the same PTX for several, which samples show, one of them stands for all. The
-highest compiles every kernel for Hopper, and in turn for an older and a newer chip. A chip's own kernels are compiled
-for all of their problems by the lowest, and for every second one by the highest.
+of each kernel is there. The two Tritons share them, and deal them to the chips in turn. Both compile every kernel
+for Hopper and for a chip before it: the lowest writes the same PTX for all of those, which samples show. Of the chips
+after Hopper the lowest has one and the highest has the others. A chip's own kernels are compiled for all of their
+problems by the lowest, and for every second one by the highest.
 `make matrix` runs it; FLASHINFER_TEST_TRITON names the folder of the highest Triton.
 """
 
@@ -31,9 +31,8 @@ pytestmark = [pytest.mark.matrix, pytest.mark.minutes]
 
 OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
+# Chips before Hopper, for which the lowest Triton writes the same PTX but for its target's name, and after it.
 OLDER, NEWER = ("80", "86", "89"), ("100a", "103a", "120a")
-# Chips for which the lowest Triton writes the same PTX but for its target's name.
-ALIKE = OLDER
 # Launchers that show it: reductions, exponentials, scans, gathers, matrix products in a pipeline.
 SAMPLES = {"norm", "sampling_statistics", "top_k_sort", "moe_finalize", "dense_gemm"}
 
@@ -88,8 +87,7 @@ def all_jobs(highest):
     for place, problems in enumerate(jobs_by_kernel().values()):
         by_op = defaultdict(list)
         for by_arch in problems.values():
-            chips = in_turn(by_arch, place) if highest else unlike(by_arch, place)
-            by_op[next(iter(by_arch.values())).op].append(chips)
+            by_op[next(iter(by_arch.values())).op].append(chips_of(by_arch, highest, place))
         if highest or any(len(by_arch) > 1 for by_arch in problems.values()):
             by_op = {op: its[highest::2] or its for op, its in by_op.items()}
         # Ops take turns, so that each of them has a chip.
@@ -103,27 +101,20 @@ def of_any_chip(problem):
 
 
 def alike(by_arch):
-    """Of {arch: job} the jobs of ALIKE that are one but for the chip."""
-    jobs = [by_arch[arch] for arch in ALIKE if arch in by_arch]
+    """Of {arch: job} the jobs of OLDER that are one but for the chip."""
+    jobs = [by_arch[arch] for arch in OLDER if arch in by_arch]
     return [job for job in jobs if replace(job, arch="") == replace(jobs[0], arch="")]
 
 
-def unlike(by_arch, place):
-    """{arch: job} with one chip of those that are alike, in turn by `place`."""
-    same = [job.arch for job in alike(by_arch)]
-    stands = same[place % len(same)] if same else ""
-    return {arch: job for arch, job in by_arch.items() if arch == stands or arch not in same}
-
-
-def in_turn(by_arch, place):
-    """{arch: job} with one chip of the older ones and one of the newer ones, in turn by `place`."""
-    left = dict(by_arch)
-    for archs in (OLDER, NEWER):
-        those = [arch for arch in archs if arch in by_arch]
-        for arch in those:
-            if arch != those[place % len(those)]:
-                del left[arch]
-    return left
+def chips_of(by_arch, highest, place):
+    """{arch: job} with the chips that a Triton compiles it for, in turn by `place`."""
+    older, newer = ([arch for arch in archs if arch in by_arch] for archs in (OLDER, NEWER))
+    if not highest:
+        older = [job.arch for job in alike(by_arch)]
+    first_older, first_newer = ({archs[place % len(archs)]} if archs else set() for archs in (older, newer))
+    others = set(newer) - first_newer
+    left_out = set(older) - first_older | (first_newer if highest and others else set() if highest else others)
+    return {arch: job for arch, job in by_arch.items() if arch not in left_out}
 
 
 def dealt(problems, highest):
