@@ -136,13 +136,13 @@ def widens_first(problem, tokens: int, target, alone: bool) -> bool:
     product of the two matrices. From 512 tokens on, which is not measured; on Hopper from 129 on, a prediction.
 
     alone : the Hopper kernel takes the problem. 7168 x 16384 in NVFP4 take it 188 us for 512 tokens and 1290 for 4096,
-    where widening first takes 283 and 1331. Where it has to rearrange tokens that need no widening, bfloat16 x NVFP4,
-    it takes 741 for 2048 and 1367 for 4096, and widening first 766 and 1298.
+    where widening first takes 283 and 1331; in MXFP8 182 and 1335, and first 297 and 1311. Where it has to rearrange
+    tokens that need no widening, bfloat16 x NVFP4, it takes 741 for 2048 and 1367 for 4096, and first 766 and 1298.
     """
     if problem.scale == "fp32" or tiles.compute(problem.scale, (problem.a, problem.b), target) != "bf16":
         return False
     if alone:
-        return problem.a == "bf16" and tokens >= 3072
+        return tokens >= 3072 and (problem.a == "bf16" or problem.b != "e2m1")
     return tokens >= (129 if target.capability == 90 else 512)
 
 

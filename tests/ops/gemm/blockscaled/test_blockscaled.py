@@ -304,12 +304,14 @@ def test_where_operands_are_widened_first(arch, least):
 
 
 def test_hopper_widens_weights_by_itself():
-    """The kernel that widens in registers takes all but few tokens of a small weight, and many in bfloat16."""
+    """The kernel that widens in registers takes all but few tokens of a small weight, and many that are not FP4."""
     problem = room.Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 256, a_layout="128x4", b_layout="128x4")
     plain = replace(problem, a="bf16", a_layout="")
     tokens = (129, 512, 4096)
     assert not any(config.widens_first(problem, m, named("90a"), True) for m in tokens)
-    assert [config.widens_first(plain, m, named("90a"), True) for m in tokens] == [False, False, True]
+    eight = replace(problem, a="fp8e4nv", b="fp8e4nv", scale="ue8m0", width=32)
+    for many in (plain, eight):
+        assert [config.widens_first(many, m, named("90a"), True) for m in tokens] == [False, False, True]
     assert [config.is_small(m, 4096 * 4096) for m in (1, 16, 17, 64)] == [True, True, False, False]
     assert [config.is_small(m, 2048 * 2048) for m in (1, 64, 65)] == [True, True, False]
     assert not config.is_small(1, 7168 * 16384)
