@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 
 from flashinfer import kda
@@ -97,7 +99,7 @@ def recurrent_kda(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, lower_bound, cu_seqlens, ssm_state_indices, num_spec_tokens, num_accepted_tokens, output,
         initial_state_source, initial_state_indices, beta_is_logit, disable_state_update=disable_state_update,
-        correction_cache=correction_cache, kg_cache=kg_cache, backend=backend or "auto",
+        correction_cache=correction_cache, kg_cache=kg_cache, backend=cast(Any, backend or "auto"),
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from flashinfer._core.arguments import named
@@ -367,4 +369,4 @@ def xqa_batch_decode_with_kv_cache(
         max_q_len=None if q_cu_seq_lens is None else q_len_per_req, cum_seq_lens_q=q_cu_seq_lens,
         kv_cache_sf=kv_cache_sf,
     )  # fmt: skip
-    return _in_requests(result, query, seq_lens, out, q_cu_seq_lens)
+    return _in_requests(cast(torch.Tensor, result), query, seq_lens, out, q_cu_seq_lens)

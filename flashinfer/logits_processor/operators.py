@@ -36,8 +36,9 @@ def _of_rows(name: str, value, x: torch.Tensor) -> torch.Tensor | float:
 def _number(name: str, value) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise WrongKind(f"{name}: got {value!r}; allowed: a number, or a tensor")
-    require(name != "temperature" or value > 0, name, value, "above 0")
-    return float(value)
+    number = float(value)
+    require(name != "temperature" or number > 0, name, value, "above 0")
+    return number
 
 
 class TemperatureOp(ParameterizedOp):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from typing import cast
+
 import torch
 
 from flashinfer._core.arguments import named
@@ -334,10 +336,11 @@ def xqa_batch_decode_with_kv_cache_mla(
     ...     q, cache, torch.empty(0, dtype=torch.uint8), 128, 512, 64, pages, lens, 20, bmm1_scale=0.07).shape
     torch.Size([2, 1, 16, 512])
     """
-    return trtllm_batch_decode_with_kv_cache_mla(
+    result = trtllm_batch_decode_with_kv_cache_mla(
         query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
         max_seq_len, 0, out, bmm1_scale, bmm2_scale, sinks, enable_pdl=enable_pdl,
     )  # fmt: skip
+    return cast(torch.Tensor, result)
 
 
 @direct(writes=("output",))

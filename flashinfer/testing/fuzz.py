@@ -123,9 +123,10 @@ class Draw:
         return x
 
 
-def close(out: torch.Tensor, formula: Callable, what: str = "out") -> None:
-    """`out` against formula(torch.float64), bounded by formula(torch.float32) rounded to the dtype of `out`."""
-    assert_close(out, formula(torch.float32).to(out.dtype), formula(torch.float64), what)
+def close(out: torch.Tensor, formula: Callable, what: str = "out", terms: float = 0.0) -> None:
+    """`out` against formula(torch.float64), bounded by formula(torch.float32) rounded to the dtype of `out`; `terms` as
+    in `assert_close`."""
+    assert_close(out, formula(torch.float32).to(out.dtype), formula(torch.float64), what, terms=terms)
 
 
 class Wrong(AssertionError):

@@ -192,7 +192,8 @@ def _inside(like, device, fill, caller):
         buffer = torch.full((total,), CANARY, dtype=torch.uint8, device=device)
         first, stream = MARGIN, torch.cuda.current_stream(device)
         buffer[first : first + size] = fill
-        inner = torch.from_dlpack(buffer[first : first + size])
+        with torch.cuda.device(device):
+            inner = torch.from_dlpack(buffer[first : first + size])
     # Not a view: of the storage that starts where the tensor does.
     made = torch.tensor((), dtype=like.dtype, device=device)
     made.set_(inner.untyped_storage(), 0, like.shape, like.stride())

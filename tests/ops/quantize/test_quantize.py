@@ -590,7 +590,6 @@ BAD = {
     "columns that are not contiguous": (FP4, (ROWS[:, ::2], SCALE), "input"),
     "no global scale": (FP4, (ROWS,), "global_scale"),
     "a global scale of two": (FP4, (ROWS, torch.ones(2)), "global_scale"),
-    "a global scale in float64": (FP4, (ROWS, SCALE.double()), "global_scale"),
     "a global scale of text": (FP4, (ROWS, "1"), "global_scale"),
     "a global scale elsewhere": (FP4, (ROWS, SCALE.to("meta")), "global_scale"),
     "NVFP4 of 32": (FP4, (ROWS, SCALE, 32), "sf_vec_size"),

@@ -11,9 +11,9 @@ from flashinfer._core.gluon_compat import gl, gluon
 def assembly(pack):
     """2^x of `pack` numbers, $pack to $(2 pack - 1), of which the last by a polynomial; to $0 to $(pack - 1).
 
-    x is n + f, n the nearest integer, which 1.5 * 2^23 + x has in its low bits. 2^f is a polynomial of degree 3 with an
-    error of 7.5e-5, where rounding to bf16 has 4e-3, and n is added to its exponent. x is kept in -126 to 127: more is
-    a failure of the fixed shift with 2^127, too. NaN becomes NaN or 2^127 and more.
+    x is n + f, n the nearest integer, which 1.5 * 2^23 + x has in its low bits. 2^f is a polynomial of degree 5 with an
+    error of 2.1e-7, as ex2's: sums of weights keep their digits for the LSE. n is added to its exponent. x is kept in
+    -126 to 127: more is a failure of the fixed shift with 2^127, too. NaN becomes NaN or 2^127 and more.
     """
     last = pack - 1
     lines = [f"ex2.approx.ftz.f32 ${i}, ${i + pack};" for i in range(last)]
@@ -21,9 +21,10 @@ def assembly(pack):
         "{", ".reg .f32 t, r, n;", ".reg .b32 a, b;", *lines,
         f"max.NaN.f32 t, ${last + pack}, 0fC2FC0000;", "min.NaN.f32 t, t, 0f42FE0000;",
         "add.rn.f32 r, t, 0f4B400000;", "sub.rn.f32 n, r, 0f4B400000;", "sub.rn.f32 t, t, n;",
-        # 0.05517167, 0.24261112, 0.69326099, 0.99992807: the least relative error from -1/2 to 1/2.
-        "fma.rn.f32 n, t, 0f3D61FBB0, 0f3E786F0D;", "fma.rn.f32 n, n, t, 0f3F31798D;",
-        "fma.rn.f32 n, n, t, 0f3F7FFB49;", "mov.b32 a, r;", "shl.b32 a, a, 23;", "mov.b32 b, n;", "add.s32 b, b, a;",
+        # 0.00132765, 0.00967554, 0.05550713, 0.2402212, 0.69314694, 1: the least relative error from -1/2 to 1/2.
+        "fma.rn.f32 n, t, 0f3AAE0472, 0f3C1E8629;", "fma.rn.f32 n, n, t, 0f3D635B72;",
+        "fma.rn.f32 n, n, t, 0f3E75FC8C;", "fma.rn.f32 n, n, t, 0f3F317214;", "fma.rn.f32 n, n, t, 0f3F800000;",
+        "mov.b32 a, r;", "shl.b32 a, a, 23;", "mov.b32 b, n;", "add.s32 b, b, a;",
         f"mov.b32 ${last}, b;", "}",
     ))  # fmt: skip
 

@@ -51,8 +51,8 @@ def build(p, c) -> Build:
     }
     constants = dict(
         TOKENS=c.tokens, BOXES=c.boxes, STAGES=c.stages, CODE_STAGES=c.code_stages, GROUP=c.group,
-        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, FORMAT=p.b, SCALE=p.scale, WIDTH=p.width, FACTOR_LAYOUT=p.b_layout,
-        SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
+        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, FORMAT=p.b, SCALE=p.scale, WIDTH=p.width,
+        FACTOR_LAYOUT=p.b_layout, SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
     )  # fmt: skip
     return Build(widened_sm90_kernel, types, constants, num_warps=4)
 

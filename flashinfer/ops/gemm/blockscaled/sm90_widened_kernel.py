@@ -1,4 +1,4 @@
-"""out = alpha * A B^T on Hopper for A in bfloat16 and B in codes with factors, widened in registers on the way to wgmma.
+"""out = alpha * A B^T on Hopper for A in bfloat16 and B in codes with factors, widened in registers for wgmma.
 
 B, the weight, is wgmma's first operand, from registers; A, the tokens, is the second, from shared memory. A thread
 reads 32 successive codes of a row of B and widens them: codes times factors, bfloat16. wgmma wants other columns of

@@ -12,7 +12,8 @@ from flashinfer.testing.compare import assert_close
 from tests.ops.gemm import scaled
 
 BF16 = torch.bfloat16
-SIZES = ((1, 136, 1024), (17, 136, 1024), (33, 264, 256), (100, 264, 384), (130, 264, 128), (300, 648, 1152), (512, 1032, 4096))
+SIZES = ((1, 136, 1024), (17, 136, 1024), (33, 264, 256), (100, 264, 384), (130, 264, 128), (300, 648, 1152),
+         (512, 1032, 4096))  # fmt: skip
 FORMATS = {"nvfp4": ("e2m1", "ue4m3", 16), "mxfp4": ("e2m1", "ue8m0", 32), "mxfp8": ("e4m3", "ue8m0", 32),
            "e5m2": ("e5m2", "ue8m0", 32)}  # fmt: skip
 
