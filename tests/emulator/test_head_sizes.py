@@ -78,10 +78,10 @@ def test_neighbours_that_are_nan(source, dtype):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("dim, page, dtype, seed", pairs(SIZES, PAGES, DTYPES, SEEDS), ids=str)
-def test_sources(dim, page, dtype, seed):
+@pytest.mark.parametrize("source, dtype, seed", pairs(SOURCES, DTYPES, SEEDS), ids=str)
+def test_sources(source, dtype, seed):
     """Groups of 1, 4 and 8 in turn; causal masks and full ones."""
-    page_size, kv_layout = page
+    dim, page_size, kv_layout = source
     x = batch(dim, dtype, heads=((2, 2), (4, 1), (16, 2))[seed])
     options = CAUSAL if seed else Options()
     check(attended(x, options, seed, page_size, kv_layout), x, options)
