@@ -151,8 +151,10 @@ def _check_groups(groups: torch.Tensor, kind: str, rows: int) -> None:
 
 
 def _rows_aligned(a, b, out) -> bool:
-    """Whether rows are read and written 16 bytes at a time."""
+    """Whether rows are read and written 16 bytes at a time, in boxes: no tensor map steps by 0 elements."""
     if not is_aligned(a, b, out) or out.shape[-1] % 8:
+        return False
+    if any(size > 1 and not step for x in (a, b) for size, step in zip(x.shape, x.stride(), strict=True)):
         return False
     # Rows of nothing cannot be copied in boxes.
     return all(x.shape[-1] and x.shape[-1] * x.element_size() % 16 == 0 for x in (a, b))

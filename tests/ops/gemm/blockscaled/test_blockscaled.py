@@ -12,6 +12,7 @@ import torch
 import flashinfer
 from flashinfer import gemm
 from flashinfer._core.target import named
+from flashinfer.gemm import _launch
 from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.ops.gemm.blockscaled import config
 from flashinfer.testing import generate
@@ -303,6 +304,26 @@ def test_where_operands_are_widened_first(arch, least):
     assert not config.widens_first(fp8, 4096, named(arch), False)
 
 
+@pytest.mark.parametrize("which", ["a", "b", "row"])
+def test_entries_that_are_one(device, which):
+    """A matrix that is every entry of the batch, or a row that is every row: no tensor map may step by 0."""
+    a, b = (scaled.operand((2, r, 256), "e4m3", "ue8m0", 32, device) for r in (40, 64))
+    codes = {"a": a.codes, "b": b.codes}
+    values = {"a": a.values, "b": b.values}
+    flat = {"a": a, "b": b}
+    if which == "row":
+        one = scaled.operand((2, 1, 256), "e4m3", "ue8m0", 32, device)
+        factors = scaled.Operand(one.codes.repeat(1, 40, 1), one.flat.repeat(1, 40, 1), one.values.repeat(1, 40, 1))
+        codes["a"], values["a"], flat["a"] = one.codes.expand(2, 40, 256), factors.values, factors
+    else:
+        x = flat[which]
+        codes[which], values[which] = x.codes[:1].expand_as(x.codes), x.values[:1].expand_as(x.values)
+        flat[which] = scaled.Operand(x.codes, x.flat[:1].repeat(2, 1, 1), values[which])
+    assert not _launch._rows_aligned(codes["a"], codes["b"], torch.empty(2, 40, 64, dtype=BF16, device=device))
+    given = codes["a"], codes["b"].mT, flat["a"].arranged("128x4"), flat["b"].arranged("128x4")
+    check(flashinfer.bmm_mxfp8(*given, BF16), values["a"], values["b"])
+
+
 def test_hopper_widens_weights_by_itself():
     """The kernel that widens in registers takes all but few tokens of a small weight, and many that are not FP4."""
     problem = room.Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 256, a_layout="128x4", b_layout="128x4")
@@ -475,6 +496,7 @@ import re
 from dataclasses import replace
 from flashinfer._core import compiler
 from flashinfer._core.target import named
+from flashinfer.gemm import _launch
 from flashinfer.ops.gemm.blockscaled import Problem, blockscaled, config, portable
 
 INSTRUCTION = r"(?:tcgen05[.]mma|wgmma[.]mma_async|mma[.]sync)[\\w.:]*"
