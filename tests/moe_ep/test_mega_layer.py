@@ -23,7 +23,7 @@ LAYERS = "tests.moe_ep.mega:layers"
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 4])
 def test_layers_over_processes(tmp_path, world):
     processes.run(world, LAYERS, tmp_path)
 

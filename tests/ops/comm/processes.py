@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+# Seconds that ranks have to end in, once another has failed.
+AFTER_A_FAILURE = 5
 
 
 def run(world, function, folder, *arguments, timeout=120, device="cpu", killed=()):
@@ -30,9 +32,11 @@ def run(world, function, folder, *arguments, timeout=120, device="cpu", killed=(
     ]
     end = time.monotonic() + timeout
     try:
-        for child in children:
-            child.wait(max(end - time.monotonic(), 0.1))
-    except subprocess.TimeoutExpired:
+        while None in (codes := [child.poll() for child in children]) and time.monotonic() < end:
+            if any(code for rank, code in enumerate(codes) if rank not in killed):
+                # The others may wait for it until their deadline.
+                end = min(end, time.monotonic() + AFTER_A_FAILURE)
+            time.sleep(0.02)
         for child in children:
             if child.poll() is None:
                 # It says where it stands.
