@@ -1,20 +1,19 @@
-"""Which PTX is assembled by ptxas 12.9 instead of 12.8. Triton 3.6 ships 12.8 for Hopper, and 12.9 for Blackwell.
+"""The assembler of kernels for Hopper's tensor cores: ptxas 12.9, where Triton would take 12.8.
 
-The first reason is a bug of 12.8. wgmma reads shared memory by descriptors: an address in the low bits, and a layout,
-which is a constant (PTX ISA, "Matrix Descriptor Format"). If descriptors of several layouts are computed from one
-register, ptxas 12.8.93 adds the offsets within a tile to an uninitialized register; 12.9.86 does not.
+Triton 3.6 ships 12.8.93 for Hopper, and 12.9.86 for Blackwell. wgmma reads shared memory by descriptors, each a sum of
+an address and a constant (PTX ISA, "Matrix Descriptor Format"). 12.8 keeps sums that it shares in uniform registers,
+and where two branches, or products of two layouts, compute sums of one address, it may read such a register where only
+the other branch has written it: the product then has other memory for an operand. 12.9 does not. On an H100 results of
+`ssd_results` were wrong so for heads of 8 columns; tests/core/test_assembler.py finds such reads in machine code.
 
-The second is speed, where a kernel asks for it. In a run of float32 multiply-adds every second one of 12.9's yields the
-issue slot to another warp, if that has an instruction ready; none of 12.8's does. A warp that scales and adds sums
-would otherwise hold up the warp of the other warpgroup that has wgmma to issue.
+The two write the same instructions for our kernels, but for float32 multiply-adds that add up FP8 products: in a run of
+them every second one of 12.9's yields the issue slot to the other warpgroup, which has wgmma to issue.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
 from triton import knobs
@@ -22,23 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from flashinfer._core.checks import CompileError
 
-# The sum of a register and a constant: the offset within the tile in the low bits; row stride and swizzle from bit 32
-# on.
-_SUM = re.compile(r"(?:or\.b64|add\.s64)\s+%\w+, (%\w+), (-?\d{18,});")
 _FIRST_RIGHT = 12, 9
-
-
-def descriptor_sums(ptx: str) -> dict[str, set[int]]:
-    """{register: layouts of the descriptors that are computed from it}."""
-    layouts = defaultdict(set)
-    for register, constant in _SUM.findall(ptx):
-        layouts[register].add(int(constant) >> 32)
-    return layouts
-
-
-def registers_of_two_layouts(ptx: str) -> list[str]:
-    """Registers from which descriptors with different row strides or swizzles are computed."""
-    return [register for register, its in descriptor_sums(ptx).items() if len(its) > 1]
 
 
 def tools_of(capability: int) -> list[knobs.NvidiaTool]:
@@ -47,14 +30,9 @@ def tools_of(capability: int) -> list[knobs.NvidiaTool]:
     return list({tool.path: tool for tool in (get_ptxas(capability), *others) if tool is not None}.values())
 
 
-def takes_newer(ptx: str, capability: int, yields: bool) -> bool:
-    """Whether PTX is not for the assembler that Triton uses for a chip: its code would be wrong; or slower, as the
-    kernel's `yields` says, and a newer assembler is there."""
-    if capability != 90 or _version(get_ptxas(capability)) >= _FIRST_RIGHT:
-        return False
-    if "wgmma" in ptx and registers_of_two_layouts(ptx):
-        return True
-    return yields and any(_version(tool) >= _FIRST_RIGHT for tool in tools_of(capability))
+def takes_newer(ptx: str, capability: int) -> bool:
+    """Whether Triton's assembler for the chip is one that may get this PTX wrong."""
+    return capability == 90 and "wgmma" in ptx and _version(get_ptxas(capability)) < _FIRST_RIGHT
 
 
 def assemble(ptx: str, options, arch: str) -> bytes:
@@ -75,9 +53,8 @@ def assemble(ptx: str, options, arch: str) -> bytes:
     if tool is None:
         found = ", ".join(f"{tool.path} ({tool.version})" for tool in tools)
         raise CompileError(
-            f"descriptors of two layouts are made of {', '.join(registers_of_two_layouts(ptx))}, which ptxas before "
-            f"12.9 assembles wrongly; got {found}; allowed: a newer one, named in TRITON_PTXAS_BLACKWELL_PATH, or "
-            "tiles of one layout (docs/rooms/recurrent.md, Descriptors)"
+            f"ptxas: got {found}; allowed: 12.9 or newer, named in TRITON_PTXAS_BLACKWELL_PATH; older ones assemble "
+            "products of Hopper's tensor cores wrongly"
         )
     slow, quiet = knobs.nvidia.disable_ptxas_opt, knobs.compilation.disable_line_info
     flags = ["-g"] if slow and not quiet else ["-lineinfo"]

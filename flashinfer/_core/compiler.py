@@ -36,8 +36,8 @@ from flashinfer._core.cache_folders import find_temporary
 from flashinfer._core.checks import CompileError
 from flashinfer._core.kernel_cache import fields_of
 
-# Raise when an entry's layout changes: older entries are then misses.
-FORMAT = 2
+# Raise when an entry's layout changes, or the assembler: older entries are then misses.
+FORMAT = 3
 
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -98,7 +98,7 @@ def parsed(build, arch: str) -> Callable[[], tuple[bytes, dict]]:
         module = first
         with _lines_as_asked():
             for stage in order[order.index(source.ext) :]:
-                if stage == "cubin" and assembler.takes_newer(made["ptx"], capability, build.yields):
+                if stage == "cubin" and assembler.takes_newer(made["ptx"], capability):
                     made[stage] = assembler.assemble(made["ptx"], options, arch)
                 else:
                     module = made[stage] = stages[stage](module, metadata)
@@ -293,7 +293,7 @@ def _options(build) -> dict:
         "maxnreg": build.maxnreg,
         # Triton 3.10 changes the default. An explicit value gives the same arithmetic under all versions.
         "enable_fp_fusion": True,
-    } | ({"yields": True} if build.yields else {})
+    }
 
 
 # Environment variables of Triton that do not change the code: folders, dumps, inspection tools. Source lines are part

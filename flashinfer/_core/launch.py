@@ -48,8 +48,6 @@ class Build:
         Compiler options.
     maxnreg : int, optional
         The most registers that a thread may use.
-    yields : bool
-        Assembled so that warps yield between float32 multiply-adds (`flashinfer/_core/assembler.py`).
     most_early : int
         The most programs for which a kernel that begins by waiting is launched dependently. Up to 512 programs gained
         0.5 to 0.6 us of the 2 to 4 us of a launch in a graph of small kernels (H100); more were not measured.
@@ -66,7 +64,6 @@ class Build:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None
-    yields: bool = False
     most_early: int = 512
 
     def __post_init__(self):

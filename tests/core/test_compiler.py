@@ -134,7 +134,6 @@ def keys():
         "num_warps": digest(replace(build, num_warps=8)),
         "num_stages": digest(replace(build, num_stages=2)),
         "maxnreg": digest(replace(build, maxnreg=64)),
-        "yields": digest(replace(build, yields=True)),
     }
     constants = (1, 2.0, True, False, None, "1", (1, 2), tl.float16, tl.bfloat16, shift)
     found |= {f"constant {value!r}": constant(value) for value in constants}

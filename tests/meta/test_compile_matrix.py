@@ -186,23 +186,6 @@ def compare_alike():
     return found
 
 
-def needs_newer_assembler(job):
-    """Kernels known to have descriptors of two layouts in one register (flashinfer/_core/assembler.py)."""
-    return job.launcher == "delta_scan" and job.problem.dtype == "fp16"
-
-
-@contextmanager
-def first_assembler_alone():
-    """Workers find no newer assembler for Hopper than Triton's own choice: what needs one is an error."""
-    from triton import knobs
-
-    os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = knobs.nvidia.ptxas.path
-    try:
-        yield
-    finally:
-        del os.environ["TRITON_PTXAS_BLACKWELL_PATH"]
-
-
 def main(folder, highest):
     """Compile into `folder`; print the records, and for the lowest Triton how alike chips are, as JSON."""
     jobs, done, start = list(all_jobs(highest)), [], time.perf_counter()
@@ -216,10 +199,7 @@ def main(folder, highest):
             failed, minutes = sum(bool(r.error) for r in done), (time.perf_counter() - start) / 60
             print(f"{len(done)} of {total} kernels, {failed} failed, {minutes:.1f} min", file=sys.stderr, flush=True)
 
-    alone = [] if highest else [job for job in jobs if job.arch == "90a" and not needs_newer_assembler(job)]
-    with first_assembler_alone():
-        precompile(alone, Path(folder), processes, on_record=show)
-    precompile([job for job in jobs if job not in alone], Path(folder), processes, on_record=show)
+    precompile(jobs, Path(folder), processes, on_record=show)
     print(json.dumps([[asdict(record) for record in done], [] if highest else compare_alike()]))
 
 

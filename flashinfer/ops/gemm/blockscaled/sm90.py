@@ -35,7 +35,7 @@ def build(p, c) -> Build:
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, UNROLL=c.unroll, BOX=c.box, GROUP=c.group,
         REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, ROW_BLOCK=p.rows, ALPHA=bool(p.alpha),
     )  # fmt: skip
-    return Build(blockscaled_sm90_kernel, types, constants, num_warps=4, yields=True)
+    return Build(blockscaled_sm90_kernel, types, constants, num_warps=4)
 
 
 blockscaled_sm90 = Launcher("blockscaled_sm90", build)

@@ -23,7 +23,7 @@ def build(p, c) -> Build:
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, UNROLL=c.unroll, GROUP=c.group,
         REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, KIND=p.kind, ROW_BLOCK=p.rows,
     )  # fmt: skip
-    return Build(grouped_sm90_kernel, types, constants, num_warps=4, yields=True)
+    return Build(grouped_sm90_kernel, types, constants, num_warps=4)
 
 
 def build_unscaled(p, c) -> Build:

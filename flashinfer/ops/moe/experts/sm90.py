@@ -242,7 +242,7 @@ def _build(p, c) -> Build:
         REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers,
     )  # fmt: skip
     types = {name: kind for name, kind in types.items() if kind is not None}
-    return Build(product_sm90_kernel, types, constants, num_warps=4, yields=p.rows in _DTYPES)
+    return Build(product_sm90_kernel, types, constants, num_warps=4)
 
 
 def _build_gather(p, c) -> Build:

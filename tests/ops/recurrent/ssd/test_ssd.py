@@ -77,6 +77,17 @@ def test_lengths_and_groups(backend, device, heads, groups, dim, dstate, index):
 
 
 @backends
+@pytest.mark.parametrize("dim, dstate", [(8, 16), (24, 16), (8, 40), (16, 16)])
+def test_tiles_behind_another_of_few_columns(backend, device, dim, dstate):
+    """Where ptxas 12.8 reads registers that nothing has written."""
+    prompt = Prompt([130, 128], device, 4, 2, dim, dstate, torch.bfloat16, around=(3, 5))
+    states = prompt.states()
+    out, final = prompt.run(states, backend, chunk_size=128)
+    for i in range(2):
+        prompt.near(i, states[i], out, final[i], backend)
+
+
+@backends
 @pytest.mark.parametrize("dim, dstate", [(16, 1), (1, 16)])
 def test_rows_of_one_element(backend, device, dim, dstate):
     prompt = Prompt([70], device, heads=1, dim=dim, dstate=dstate)
