@@ -8,7 +8,6 @@ import pytest
 import torch
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from examples.serve.runner import Sampled, SamplingEngine
 from examples.serve.server import build
@@ -20,6 +19,9 @@ WORDS = {f"w{i}" if i < EOS else "<eos>": i for i in range(VOCABULARY)}
 
 
 def make_tokenizer():
+    # Its import takes seconds, for which no collection of tests waits.
+    from transformers import PreTrainedTokenizerFast
+
     words = Tokenizer(models.WordLevel(WORDS))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")

@@ -10,6 +10,7 @@ import torch
 from flashinfer.ops import _ROOMS
 from flashinfer.testing.compare import assert_bitwise
 from tests import rooms
+from tests.meta.test_laws import parsed
 
 PACKAGE = Path(__file__).resolve().parents[2] / "flashinfer"
 # factory -> what it has to be given; a dtype where the default one is a floating type's
@@ -21,9 +22,11 @@ FACTORIES = dict.fromkeys(
 
 def faults_of_defaults(text):
     """(line, factory, what it is not given) of every call of a factory of torch that takes a default."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         function = node.func if isinstance(node, ast.Call) else None
-        if not isinstance(function, ast.Attribute) or ast.unparse(function.value) != "torch":
+        if not isinstance(function, ast.Attribute):
+            continue
+        if not isinstance(function.value, ast.Name) or function.value.id != "torch":
             continue
         given = {keyword.arg for keyword in node.keywords}
         if function.attr in FACTORIES and None not in given:

@@ -14,6 +14,7 @@ import pytest
 
 import flashinfer
 from flashinfer.version import SUPPORTED, __version__, is_supported, supported_range
+from tests.meta.test_laws import parsed, statements
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -106,7 +107,7 @@ def test_imports_of_others_are_declared():
     optional = {"cuda": "cuda-bindings", "matplotlib": "matplotlib", "transformers": "transformers", "vllm": "vllm"}
     optional["sglang"] = "sglang"
     for path in (ROOT / "flashinfer").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(parsed(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
