@@ -1,6 +1,6 @@
 """Reads of uniform registers that no instruction has written on some path to them, in the machine code of a kernel.
 
-nvdisasm, which Triton ships, prints the code; what each instruction reads and writes is told by its operands.
+nvdisasm, which Triton ships, prints the code; an instruction's operands name what it reads and writes.
 """
 
 import re
