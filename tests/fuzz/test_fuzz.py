@@ -16,11 +16,11 @@ import torch
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer.testing import fuzz
 from tests import rooms
-from tests.fuzz import attend, experts, formats, pages, products, recurrent, sampled, selective, tokens
+from tests.fuzz import attend, experts, formats, narrow, pages, products, recurrent, sampled, selective, tokens
 
 FAMILIES = {
     f"{module.__name__.rpartition('.')[2]}.{family.__name__}": family
-    for module in (attend, experts, formats, pages, products, recurrent, sampled, selective, tokens)
+    for module in (attend, experts, formats, narrow, pages, products, recurrent, sampled, selective, tokens)
     for family in module.FAMILIES
 }
 CALLS_ON_CPU = 500
@@ -78,7 +78,7 @@ def test_reference(name, shard, pytestconfig):
 
 def test_kernels_in_the_interpreter(name, shard, pytestconfig):
     # Triton 3.6's interpreter multiplies bfloat16 wrongly.
-    multiplies = name.startswith(("attend", "experts", "products", "recurrent", "selective"))
+    multiplies = name.startswith(("attend", "experts", "narrow", "products", "recurrent", "selective"))
     halves = (torch.float16,) if multiplies else fuzz.HALVES
     shape = dict(device=torch.device("cpu"), backend="portable", largest=1 << 10, halves=halves)
     with rooms.by("portable"):
