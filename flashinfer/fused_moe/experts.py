@@ -218,7 +218,7 @@ def _finalize(layer: Layer, rows, weights, token_map, out) -> None:
 
 def _like_activated(layer: Layer):
     ids, first = layer.routed.ids, layer.first
-    rows = _like_unfinalized(layer)[0].shape[0]
+    rows = _most_rows(layer)
     n, _ = room.extents(first.codes, first.encoding, first.block)
     columns = n // 2 if layer.activation.act in room.GATED else n
     return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(rows, columns, dtype=torch_dtype(layer.dtype))
@@ -235,10 +235,8 @@ def _with_delta(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _like_unfinalized(layer: Layer):
-    ids, experts = layer.routed.ids, layer.routed.experts
-    tile = _tile(layer)
-    rows = most_tiles(ids.numel(), experts, tile) * tile
-    result = ids.new_empty(rows, _columns(layer.second), dtype=torch_dtype(layer.dtype))
+    ids = layer.routed.ids
+    result = ids.new_empty(_most_rows(layer), _columns(layer.second), dtype=torch_dtype(layer.dtype))
     activated = [] if layer.routed.delta is None else _like_activated(layer)[1:]
     return [result, ids.new_empty(ids.numel(), dtype=torch.int32), *activated]
 
@@ -252,6 +250,11 @@ def _unfinalized(layer: Layer) -> list[torch.Tensor]:
 
 def _tile(layer: Layer) -> int:
     return layer.tile or tile_of(layer.routed.ids.numel(), layer.routed.experts, layer.tokens.encoding)
+
+
+def _most_rows(layer: Layer) -> int:
+    tile = _tile(layer)
+    return most_tiles(layer.routed.ids.numel(), layer.routed.experts, tile) * tile
 
 
 def _columns(second: Weight) -> int:
