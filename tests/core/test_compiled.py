@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer import fused_moe, gemm, sampling
+from flashinfer import fused_moe, gemm, paged_mqa, sampling
 from flashinfer.fused_moe import WeightLayout
 from flashinfer.testing.compare import assert_bitwise
 
@@ -82,8 +82,39 @@ def rows_of_a_page_table(device):
     return lambda *given: flashinfer.top_k_page_table_transform(*given[:3], 3, given[3]), (scores, table, lens, rows)
 
 
+def cache_of(device, *, bytes_of_key):
+    """Queries of 32 bytes, pages of 8 keys, weights of 2 heads, a block table and lengths."""
+    pool = torch.randint(120, (4, 8, 1, bytes_of_key), dtype=torch.uint8, device=device)
+    table, lens = torch.tensor([[1, 0], [3, 2]], device=device).int(), torch.tensor([9, 5], device=device).int()
+    return torch.randint(120, (2, 1, 2, 32), device=device).byte(), pool, torch.rand(2, 2, device=device), table, lens
+
+
+def index_scores(device):
+    q, pool, weights, table, lens = cache_of(device, bytes_of_key=36)
+    pool.view(4, -1)[:, 256:] = torch.ones(4, 8, device=device).view(torch.uint8)
+
+    def call(q, pool, weights, table, lens):
+        q = q.view(E4M3)
+        return (
+            flashinfer.fp8_paged_mqa_logits(q, pool, weights, table, lens, 9)[:, :5],
+            paged_mqa.fp8_paged_mqa_logits(q, pool, weights, lens, table, None, 9, clean_logits=True),
+        )
+
+    return call, (q, pool, weights, table, lens)
+
+
+def index_scores_in_fp4(device):
+    q, pool, *others = cache_of(device, bytes_of_key=34)
+    factors = torch.full((2, 1, 2, 2), 127, dtype=torch.uint8, device=device)
+
+    def call(q, factors, pool, *others):
+        return flashinfer.fp4_paged_mqa_logits(q, factors, pool, *others, 9)[:, :5]
+
+    return call, (q, factors, pool, *others)
+
+
 CALLS = (weight_in_blocks, factors, shuffled_factors, in_place, routing, adapters, unfinalized,
-         rows_of_probabilities, rows_of_a_page_table)  # fmt: skip
+         rows_of_probabilities, rows_of_a_page_table, index_scores, index_scores_in_fp4)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.__name__)
