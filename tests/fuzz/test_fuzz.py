@@ -29,6 +29,8 @@ SLOW = {
     "sampled.top_k": 0.2, "sampled.sample": 0.3, "sampled.renorm": 0.3, "sampled.mask_logits": 0.3,
     "selective.ragged_transform": 0.2, "selective.table_transform": 0.2,
 }  # fmt: skip
+# Their results are bfloat16, which Triton 3.6's interpreter truncates.
+NOT_INTERPRETED = {"experts.by_tensorrt_names"}
 SHOWN = 5
 # Calls of a test: processes of a long run share out a family's.
 MOST = 1000
@@ -43,7 +45,8 @@ def pytest_generate_tests(metafunc):
     if "shard" in metafunc.fixturenames:
         share = {"test_reference": 0.9, "test_kernels_in_the_interpreter": 0.1, "test_on_a_gpu": 1}
         shards = -(-many(metafunc.config, share[metafunc.function.__name__]) // MOST)
-        cases = [(name, shard) for shard in range(shards) for name in FAMILIES]
+        left_out = NOT_INTERPRETED if "interpreter" in metafunc.function.__name__ else ()
+        cases = [(name, shard) for shard in range(shards) for name in FAMILIES if name not in left_out]
         ids = [name if shards == 1 else f"{name}-{shard}" for name, shard in cases]
         metafunc.parametrize(("name", "shard"), cases, ids=ids)
 
