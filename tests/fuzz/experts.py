@@ -77,7 +77,8 @@ def by_tensorrt_names(draw):
     """Layers by logits and by ids, of any rank of expert parallelism, finished by the call or by what it returns."""
     encoding = draw.pick("bf16", "mxfp8", "fp8_block")
     tokens, (experts, top_k) = draw.pick(1, 3, 5), draw.pick((4, 2), (6, 1), (8, 6))
-    hidden, middle = (draw.pick(128, 256), 128) if encoding == "fp8_block" else (draw.pick(64, 128), draw.pick(64, 96))
+    wide = encoding == "fp8_block"
+    hidden, middle = (draw.pick(128, 256), 128) if wide else (draw.pick(64, 128), draw.pick(64, 96))
     mine = experts // draw.pick(1, 2)
     offset = draw.pick(0, experts - mine)
     name, numbers, act = shaped(draw, mine)
@@ -87,8 +88,8 @@ def by_tensorrt_names(draw):
         layers.weights(encoding, mine, n, k, draw.device) for n, k in ((rows, hidden), (hidden, middle))
     )
     arguments = dict(num_experts=experts, top_k=top_k, n_group=None, topk_group=None, intermediate_size=middle,
-                     local_expert_offset=offset, local_num_experts=mine, routed_scaling_factor=None,
-                     use_shuffled_weight=False, weight_layout=0, activation_type=ActivationType[name].value)  # fmt: skip
+                     local_expert_offset=offset, local_num_experts=mine, routed_scaling_factor=None, weight_layout=0,
+                     use_shuffled_weight=False, activation_type=ActivationType[name].value)  # fmt: skip
     arguments |= numbers | dict(hidden_states=x, gemm1_weights=w1, gemm2_weights=w2)
     if encoding != "bf16":
         kind = Fp8QuantizationType.MxFp8 if encoding == "mxfp8" else Fp8QuantizationType.DeepSeekFp8
