@@ -450,8 +450,9 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     require(x.dim() == 2, rows, tuple(x.shape), "[tokens, hidden]")
     require(x.stride(1) == 1 or x.shape[1] == 1, rows, f"strides {x.stride()}", "contiguous rows")
     fits = ids.dim() == 2 and (ids.numel() if tokens.of_pairs else len(ids)) == len(x)
-    got = f"{len(ids)} rows" if routed.by_logits else tuple(ids.shape)
-    require(fits, ids_name, got, f"[{len(x)}, top_k], a row for each token of {rows}")
+    # A size in a text that is made is one that torch.compile makes a graph for.
+    got = f"{len(ids)} rows" if routed.by_logits and not fits else tuple(ids.shape)
+    require(fits, ids_name, got, f"[tokens, top_k], a row for each token of {rows}")
     fits = 1 <= ids.shape[1] <= routing.MOST_CHOICES
     require(fits, ids_name, tuple(ids.shape), f"1 to {routing.MOST_CHOICES} experts of each token")
     if routed.weights is not None:

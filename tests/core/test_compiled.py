@@ -132,3 +132,39 @@ def test_rows_that_do_not_exist_are_refused_by_the_graph():
     for row in (-1, 3):
         with pytest.raises(RuntimeError, match="indices: allowed: 0 ... 2"):
             compiled(probs, torch.tensor([row]))
+
+
+def mixture(device):
+    """Experts in bfloat16; the weights are of the graph."""
+    w1, w2 = (torch.randn(shape, device=device).bfloat16() for shape in ((4, 128, 64), (4, 64, 64)))
+
+    def call(x):
+        ids = torch.zeros(x.shape[0], 2, dtype=torch.int32, device=x.device)
+        return fused_moe.cutlass_fused_moe(x, ids, ids.float() + 1, w1, w2, torch.bfloat16, None)[0]
+
+    return call
+
+
+def rotation(device):
+    def call(x):
+        q, k = x.view(-1, 1, 64).clone(), x.view(-1, 1, 64).clone()
+        flashinfer.apply_rope_pos_ids_inplace(q, k, torch.arange(x.shape[0], device=x.device))
+        return q + k
+
+    return call
+
+
+@pytest.mark.parametrize("case", [mixture, rotation], ids=lambda case: case.__name__)
+def test_one_graph_for_all_numbers_of_rows(case, device):
+    call, graphs = case(device), []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend=counting, fullgraph=True, dynamic=True)
+    for rows in (9, 13, 40):
+        x = torch.randn(rows, 64, device=device).bfloat16()
+        assert_bitwise(compiled(x), call(x))
+    assert len(graphs) == 1
