@@ -218,10 +218,9 @@ def _finalize(layer: Layer, rows, weights, token_map, out) -> None:
 
 def _like_activated(layer: Layer):
     ids, first = layer.routed.ids, layer.first
-    rows = _most_rows(layer)
     n, _ = room.extents(first.codes, first.encoding, first.block)
-    columns = n // 2 if layer.activation.act in room.GATED else n
-    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(rows, columns, dtype=torch_dtype(layer.dtype))
+    shape = _most_rows(layer), n // 2 if layer.activation.act in room.GATED else n
+    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(shape, dtype=torch_dtype(layer.dtype))
 
 
 @custom_op(
