@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 
-from flashinfer._core.arguments import checked
 from flashinfer._core.checks import (
     check_apart,
     check_both,
@@ -16,6 +15,7 @@ from flashinfer._core.checks import (
     require,
     same_device,
 )
+from flashinfer._core.custom_op import one_op
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import delta as room
@@ -23,7 +23,7 @@ from flashinfer.ops.recurrent.delta.operands import Accepted, Window
 from flashinfer.ops.recurrent.layouts import whole_rows
 
 
-@checked
+@one_op(written=("checkpoint_state",), given={}, returned=lambda its: its["checkpoint_state"])
 def gated_delta_rule_replayssm_commit(
     checkpoint_state: torch.Tensor,
     rawv_cache: torch.Tensor,

@@ -160,7 +160,6 @@ def fp8_paged_mqa_logits(
     _check_types("fp8", output_dtype, epi_dtype=epi_dtype, acc_dtype=acc_dtype)
     lens = _lens(seq_lens, q)
     logits, written = _output(q, max_seq_len, output_dtype, out, block_tables, kv_fused)
-    q = aligned_rows(q)
     shape, (dim, strides) = tuple(kv_fused.shape), (q.shape[3], kv_fused.stride())
     fits = kv_fused.dtype == torch.uint8 and shape[2:] == (1, dim + 4) and strides[3] == 1
     require(fits and (shape[1] == 1 or strides[1] == dim + 4), "kv_fused",
@@ -242,7 +241,6 @@ def fp4_paged_mqa_logits(
     require(fits, "is_kv_sf_interleaved", True, "False, where block_size is no multiple of 4")
     lens = _lens(seq_lens, q)
     logits, written = _output(q, max_seq_len, output_dtype, out, block_tables, kv_fused)
-    q = aligned_rows(q)
     _fp4_paged_mqa_logits(q, factors.contiguous(), kv_fused, weights, lens, block_tables, written, interleaved)
     return logits
 
@@ -252,6 +250,7 @@ def _fp4_paged_mqa_logits(
     q: torch.Tensor, q_sf: torch.Tensor, kv_fused: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor,
     block_tables: torch.Tensor, logits: torch.Tensor, interleaved: bool,
 ) -> None:  # fmt: skip
+    q = aligned_rows(q)
     batch, tokens, heads, stored = q.shape
     groups, device = stored // 16, q.device
     shape, strides = tuple(kv_fused.shape), kv_fused.stride()

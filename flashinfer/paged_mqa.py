@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, require
+from flashinfer._core.checks import aligned_rows, dtype_name, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.attention.engine import check_pages, integers, refuse
 from flashinfer.ops.attention.mqa_logits import Problem, mqa_logits
@@ -92,9 +92,8 @@ def _fp8_paged_mqa_logits(
     block_table: torch.Tensor, logits: torch.Tensor, clean_logits: bool,
 ) -> None:  # fmt: skip
     batch, tokens, heads, dim = q.shape
-    require(q.stride(3) == 1, "q", f"stride {q.stride(3)} of head_dim", "1")
-    whole = not q.data_ptr() % 16 and not any(stride % 16 for stride in q.stride()[:3])
-    require(dim % 16 == 0 and whole, "q", f"{dim} elements at strides {q.stride()}", "rows that start on 16 bytes")
+    require(dim % 16 == 0, "q", tuple(q.shape), "a head_dim that is a multiple of 16")
+    q = aligned_rows(q)
     keys, scales = _parts(kv_cache, dim)
     device = q.device
     for name, t in (("kv_cache", kv_cache), ("weights", weights)):

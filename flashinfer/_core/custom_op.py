@@ -227,6 +227,9 @@ def _take_apart(record: _Record, value, lists: dict) -> None:
     for name, its in record.fields:
         if isinstance(its, str):
             its_value = getattr(value, name)
+            if isinstance(its_value, bool):
+                # A list of the op that has a symbolic size takes none.
+                its_value = int(its_value)
             lists[its].append((name, its_value) if its == "words" else its_value)
         else:
             _take_apart(its, getattr(value, name), lists)

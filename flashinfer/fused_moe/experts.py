@@ -218,10 +218,9 @@ def _finalize(layer: Layer, rows, weights, token_map, out) -> None:
 
 def _like_activated(layer: Layer):
     ids, first = layer.routed.ids, layer.first
-    rows = _like_unfinalized(layer)[0].shape[0]
     n, _ = room.extents(first.codes, first.encoding, first.block)
-    columns = n // 2 if layer.activation.act in room.GATED else n
-    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(rows, columns, dtype=torch_dtype(layer.dtype))
+    shape = _most_rows(layer), n // 2 if layer.activation.act in room.GATED else n
+    return ids.new_empty(ids.numel(), dtype=torch.int32), ids.new_empty(shape, dtype=torch_dtype(layer.dtype))
 
 
 @custom_op(
@@ -235,10 +234,8 @@ def _with_delta(layer: Layer, out: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _like_unfinalized(layer: Layer):
-    ids, experts = layer.routed.ids, layer.routed.experts
-    tile = _tile(layer)
-    rows = most_tiles(ids.numel(), experts, tile) * tile
-    result = ids.new_empty(rows, _columns(layer.second), dtype=torch_dtype(layer.dtype))
+    ids = layer.routed.ids
+    result = ids.new_empty(_most_rows(layer), _columns(layer.second), dtype=torch_dtype(layer.dtype))
     activated = [] if layer.routed.delta is None else _like_activated(layer)[1:]
     return [result, ids.new_empty(ids.numel(), dtype=torch.int32), *activated]
 
@@ -252,6 +249,11 @@ def _unfinalized(layer: Layer) -> list[torch.Tensor]:
 
 def _tile(layer: Layer) -> int:
     return layer.tile or tile_of(layer.routed.ids.numel(), layer.routed.experts, layer.tokens.encoding)
+
+
+def _most_rows(layer: Layer) -> int:
+    tile = _tile(layer)
+    return most_tiles(layer.routed.ids.numel(), layer.routed.experts, tile) * tile
 
 
 def _columns(second: Weight) -> int:
@@ -447,8 +449,9 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     require(x.dim() == 2, rows, tuple(x.shape), "[tokens, hidden]")
     require(x.stride(1) == 1 or x.shape[1] == 1, rows, f"strides {x.stride()}", "contiguous rows")
     fits = ids.dim() == 2 and (ids.numel() if tokens.of_pairs else len(ids)) == len(x)
-    got = f"{len(ids)} rows" if routed.by_logits else tuple(ids.shape)
-    require(fits, ids_name, got, f"[{len(x)}, top_k], a row for each token of {rows}")
+    # A size in a text that is made is one that torch.compile makes a graph for.
+    got = f"{len(ids)} rows" if routed.by_logits and not fits else tuple(ids.shape)
+    require(fits, ids_name, got, f"[tokens, top_k], a row for each token of {rows}")
     fits = 1 <= ids.shape[1] <= routing.MOST_CHOICES
     require(fits, ids_name, tuple(ids.shape), f"1 to {routing.MOST_CHOICES} experts of each token")
     if routed.weights is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import check_apart, check_values, require
+from flashinfer._core.custom_op import one_op
 from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, scale_or_unset
 from flashinfer.causal_conv1d import run_conv
 from flashinfer.gdn_decode import decode_tokens
@@ -16,7 +17,16 @@ from flashinfer.ops.recurrent.delta.operands import Pool
 __all__ = ["gdn_fused_decode_step", "gdn_fused_decode_step_supported"]
 
 
-@checked
+def _output(its: dict) -> torch.Tensor:
+    heads, value_dim = its["ssm_state"].shape[1:3]
+    shape = its["mixed_qkv"].shape[0], 1, heads, value_dim
+    return its["mixed_qkv"].new_empty(shape) if its["out"] is None else its["out"]
+
+
+@one_op(
+    written=("conv_state", "ssm_state", "out"), given={"out": _output},
+    returned=lambda its: (its["out"], its["conv_state"], its["ssm_state"]),
+)
 @named(
     conv_state_indices="state_indices", initial_state_indices="state_indices", initial_state="ssm_state",
     state="ssm_state", x="mixed_qkv", weight="conv_weight", bias="conv_bias", a="hidden_states", b="w_ba", output="out",

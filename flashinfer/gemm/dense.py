@@ -238,9 +238,7 @@ def mm_fp8(
         n, b = b.shape[0], b.mT
     else:
         _check_blocks(a, b)
-        n, b = b.shape[1], aligned_rows(b)
-        # The few rows beside a weight in blocks are copied where they are not read 16 bytes at a time.
-        a = a if _major(a[None], "mk") == "k" else a.clone(memory_format=torch.contiguous_format)
+        n = b.shape[1]
     out = _result(out, (a.shape[0], n), out_dtype, a.device)
     alpha = None if alpha is None else _scale("alpha", alpha, a.device)
     _product(a, b, out, None, alpha, None, _variant(backend))
@@ -368,12 +366,15 @@ def _product(
         return
     in_blocks = b.dim() > a.dim()
     if a.dim() == 2:
-        a, b, out = a[None], b if in_blocks else b[None], out[None]
+        a, b, out = a[None], aligned_rows(b) if in_blocks else b[None], out[None]
     if a.shape[2] == 0:
         # A sum of nothing; there is no block of K to start from.
         out.copy_(torch.zeros_like(out) if bias is None else bias.expand_as(out))
         return
     bias = None if bias is None else bias.contiguous()
+    if in_blocks and _major(a, "mk") != "k":
+        # The few rows beside a weight in blocks are copied where they are not read 16 bytes at a time.
+        a = a.clone(memory_format=torch.contiguous_format)
     multiply(a, b, out, bias, a_scale, b_scale, in_blocks, backend)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import present, require
+from flashinfer._core.checks import check_values, present, require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 
@@ -110,10 +110,7 @@ class SegmentGEMMWrapper:
             require(batch_size <= len(weights), "weights", len(weights), f"{batch_size}, one a segment, or more")
         else:
             _check_index("weight_indices", weight_indices, batch_size)
-            if weight_indices.device.type == "cpu" and batch_size:
-                low, high = (int(x) for x in weight_indices.aminmax())
-                fits = low >= 0 and high < len(weights)
-                require(fits, "weight_indices", f"{low} to {high}", f"0 to {len(weights) - 1}")
+            check_values("weight_indices", weight_indices, 0, len(weights) - 1)
             weight_indices = weight_indices.to(x.device, non_blocking=True)
         narrow = x.dtype in given.FP8
         if out is None:

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, check_values, dtype_name, require, same_device
+from flashinfer._core.custom_op import one_op
 from flashinfer.autotuner import TunableRunner, TuningConfig
 from flashinfer.mamba._operands import check_seed, check_tables, is_tied, operands
 from flashinfer.ops.recurrent import ssm as room
@@ -71,7 +72,9 @@ def allocate_checkpointing_ssu_scratch(
     )
 
 
-@checked
+@one_op(
+    written=("out", "state", "state_scale", "x_cache", "B_cache", "dt_cache"), given={}, returned=lambda its: its["out"]
+)
 def checkpointing_ssu(
     state: torch.Tensor,
     x_cache: torch.Tensor,

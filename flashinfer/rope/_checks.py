@@ -16,7 +16,7 @@ def check_rotary_dim(name: str, rotary_dim: int, head_dim: int) -> None:
 
 
 def check_positions(name: str, positions: torch.Tensor, q: torch.Tensor) -> None:
-    require(positions.shape == q.shape[:1], name, tuple(positions.shape), f"[{q.shape[0]}], one for each token")
+    require(positions.shape == q.shape[:1], name, tuple(positions.shape), f"{tuple(q.shape[:1])}, one for each token")
     require(positions.dtype in INDEX_DTYPES, name, positions.dtype, "int32, int64")
     same_device(**{"q": q, name: positions})
 

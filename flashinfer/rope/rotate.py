@@ -462,7 +462,7 @@ def _check_heads(q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor) -> 
     require(q.dim() == 3, q_name, tuple(q.shape), "[nnz, heads, head_dim]")
     require(q.dtype in _DTYPES, q_name, q.dtype, "bfloat16, float16, float32")
     alike = k.dim() == 3 and k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2]
-    require(alike, k_name, tuple(k.shape), f"[{q.shape[0]}, heads, {q.shape[2]}], as {q_name} has it")
+    require(alike, k_name, tuple(k.shape), f"{tuple(q.shape)}, as {q_name} has it, or other heads")
     require(k.dtype == q.dtype, k_name, k.dtype, f"{q.dtype}, the dtype of {q_name}")
     same_device(**{q_name: q, k_name: k})
 

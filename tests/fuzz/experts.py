@@ -2,11 +2,12 @@
 
 import torch
 
-from flashinfer import fused_moe
+from flashinfer import ActivationType, fused_moe
 from flashinfer.fused_moe import RoutingMethodType as Method
 from flashinfer.fused_moe.routing import finalize
 from flashinfer.testing.compare import assert_close
 from flashinfer.testing.fuzz import Call
+from flashinfer.tllm_enums import Fp8QuantizationType
 from tests.ops.moe.experts import layers
 from tests.ops.moe.experts.test_experts import check as check_layer
 from tests.ops.moe.finalize import test_finalize as sums
@@ -48,6 +49,98 @@ def layer(draw):
         check_layer(result[0], wide_x, wide_1, wide_2, ids, weights, **given)
 
     return Call(fused_moe.cutlass_fused_moe, arguments, check)
+
+
+def shaped(draw, experts):
+    """An activation of TensorRT-LLM's names, what its numbers are, and the same as a function of y and an expert."""
+    name = draw.pick("Swiglu", "Swiglu", "SwigluStep", "Geglu", "Relu2", "Identity")
+    if name not in ("Swiglu", "SwigluStep"):
+        return name, {}, lambda y, e: layers.ACTS[name](y)
+    drawn = {
+        each: torch.rand(experts, device=draw.device) + 0.5
+        for each in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
+        if draw.chance() and (name == "Swiglu" or each == "gemm1_clamp_limit")
+    }
+
+    def act(y, e):
+        of = {each: float(drawn[each][e]) for each in drawn}
+        limit = of.get("gemm1_clamp_limit", 7.0 if name == "SwigluStep" else float("inf"))
+        if name == "Swiglu":
+            return layers.swiglu(y, of.get("gemm1_alpha", 1.0), of.get("gemm1_beta", 0.0), limit)
+        up, gate = y.chunk(2)
+        return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+    return name, drawn, act
+
+
+def by_tensorrt_names(draw):
+    """Layers by logits and by ids, of any rank of expert parallelism, finished by the call or by what it returns."""
+    encoding = draw.pick("bf16", "mxfp8", "fp8_block")
+    tokens, (experts, top_k) = draw.pick(1, 3, 5), draw.pick((4, 2), (6, 1), (8, 6))
+    wide = encoding == "fp8_block"
+    hidden, middle = (draw.pick(128, 256), 128) if wide else (draw.pick(64, 128), draw.pick(64, 96))
+    mine = experts // draw.pick(1, 2)
+    offset = draw.pick(0, experts - mine)
+    name, numbers, act = shaped(draw, mine)
+    rows = middle * (1 + ActivationType[name].is_gated)
+    x, x_scale, wide_x = layers.random(encoding, tokens, hidden, device=draw.device)
+    (w1, s1, wide_1), (w2, s2, wide_2) = (
+        layers.weights(encoding, mine, n, k, draw.device) for n, k in ((rows, hidden), (hidden, middle))
+    )
+    arguments = dict(num_experts=experts, top_k=top_k, n_group=None, topk_group=None, intermediate_size=middle,
+                     local_expert_offset=offset, local_num_experts=mine, routed_scaling_factor=None, weight_layout=0,
+                     use_shuffled_weight=False, activation_type=ActivationType[name].value)  # fmt: skip
+    arguments |= numbers | dict(hidden_states=x, gemm1_weights=w1, gemm2_weights=w2)
+    if encoding != "bf16":
+        kind = Fp8QuantizationType.MxFp8 if encoding == "mxfp8" else Fp8QuantizationType.DeepSeekFp8
+        x_scale = x_scale if encoding == "mxfp8" else x_scale.T.contiguous()
+        arguments |= dict(hidden_states_scale=x_scale, gemm1_weights_scale=s1, gemm2_weights_scale=s2,
+                          fp8_quantization_type=kind, routing_bias=None)  # fmt: skip
+    replay = torch.full((tokens + 2, top_k), -7, dtype=torch.int16, device=draw.device) if draw.chance(0.4) else None
+    if by_logits := draw.chance():
+        logits = torch.randn(tokens, experts, device=draw.device)
+        method = draw.pick(Method.Renormalize, Method.Default, Method.TopK)
+        ids, weights = fused_moe.routing.route(logits, None, method, top_k)
+        arguments |= dict(routing_logits=logits, routing_bias=None, routing_method_type=method)
+        arguments |= dict(routing_replay_out=replay)
+    else:
+        ids, weights = chosen(draw, tokens, experts, top_k)
+        ids = ids.int()
+        pair = draw.chance()
+        if not pair:
+            weights = weights.bfloat16()
+            ids = ids.clamp(min=0)
+        packed = ids << 16 | weights.bfloat16().view(torch.int16).int() & 0xFFFF
+        arguments |= dict(topk_ids=(ids, weights) if pair else packed)
+        if encoding == "bf16":
+            arguments |= dict(routing_replay_out=replay)
+        else:
+            replay = None
+    finished = draw.chance(0.7)
+    out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=draw.device) if draw.chance() and finished else None
+    arguments |= dict(do_finalize=finished, output=out)
+    of = "bf16" if encoding == "bf16" else "fp8_block_scale"
+    function = getattr(fused_moe, f"trtllm_{of}_moe" if by_logits else f"trtllm_{of}_routed_moe")
+
+    def check(result):
+        if replay is not None:
+            assert torch.equal(replay[:tokens].long(), ids.long()) and bool((replay[tokens:] == -7).all()), "replay"
+        assert out is None or result is out
+        if not finished:
+            each, s, row = result
+            assert torch.equal(row.view(ids.shape) >= 0, (ids >= offset) & (ids < offset + mine)), "rows"
+            total = torch.zeros(tokens, hidden, dtype=torch.float64, device=draw.device)
+            for place, at in enumerate(row.tolist()):
+                if at >= 0:
+                    token, choice = divmod(place, top_k)
+                    total[token] += each[at].double() * s[token, choice].double()
+            result = total.to(torch.bfloat16)
+        through = None if encoding == "bf16" else layers.between(encoding)
+        # Between the products a value near the border of two codes is a whole step of e4m3 off.
+        check_layer(result, wide_x, wide_1, wide_2, ids, weights, act=act, of_expert=True, offset=offset,
+                    through=through, spacing=0.0 if through is None else 2**-2)  # fmt: skip
+
+    return Call(function, arguments, check)
 
 
 def route(draw):
@@ -129,4 +222,4 @@ def weighted_sum(draw):
     return Call(finalize, arguments, check)
 
 
-FAMILIES = (layer, route, hashed, adapters, weighted_sum)
+FAMILIES = (layer, by_tensorrt_names, route, hashed, adapters, weighted_sum)

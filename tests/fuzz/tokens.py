@@ -6,6 +6,7 @@ from torch.nn import functional as F
 import flashinfer
 from flashinfer import mhc
 from flashinfer.concat_ops import concat_mla_k
+from flashinfer.rope import rope_quantize_fp8
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from flashinfer.testing.fuzz import HEAD_DIMS, HIDDEN, Call, close
 from tests.ops.rope.test_rope import llama31_radians, radians, rotated, same_dtype
@@ -120,6 +121,84 @@ def rope(draw):
     return Call(getattr(flashinfer, name), arguments, check)
 
 
+def table_of(draw, rotary_dim, length):
+    """Cosines, then sines of each position, float32, and the angles."""
+    angle = torch.rand(length, rotary_dim // 2, dtype=torch.float64, device=draw.device) * 6.3
+    return torch.cat((angle.cos(), angle.sin()), 1).float(), angle
+
+
+def turned(x, table, positions, interleave):
+    """x with its pairs turned by the table's own cosines and sines, in the dtype of x."""
+    half = table.shape[1] // 2
+    cos, sin = (part.to(x.dtype)[positions.long()][:, None] for part in table.split(half, 1))
+    rotary, rest = x[..., : 2 * half], x[..., 2 * half :]
+    first, second = (rotary[..., 0::2], rotary[..., 1::2]) if interleave else rotary.chunk(2, -1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((torch.stack(pair, -1).flatten(-2) if interleave else torch.cat(pair, -1), rest), -1)
+
+
+def rope_by_table(draw):
+    """With tables of part of a head, heads side by side or not, in place and not."""
+    dtype, tokens, dim = draw.float(), draw.pick(0, 1, 3, 9), draw.fitting((16, 64, 80, 128), 90)
+    rotary_dim, interleave = draw.pick(dim, dim // 2), draw.chance()
+    q_heads, k_heads = draw.pick((1, 1), (5, 1), (4, 2))
+    table, _ = table_of(draw, rotary_dim, draw.pick(1, 40))
+    positions = torch.randint(0, len(table), (tokens,), device=draw.device).to(draw.index())
+    q, k = (draw.tensor(tokens, heads, dim, dtype=dtype, kinds=("normal",)) for heads in (q_heads, k_heads))
+    if draw.chance():
+        q, k = q.reshape(tokens, q_heads * dim), k.reshape(tokens, k_heads * dim)
+    given = [x.clone().view(tokens, heads, dim) for x, heads in ((q, q_heads), (k, k_heads))]
+    in_place = draw.chance()
+    arguments = dict(positions=positions, query=q, key=k, head_size=dim, cos_sin_cache=table, is_neox=not interleave)
+
+    def check(result):
+        assert (result is None) == in_place
+        for out, x, kept in zip((q, k) if in_place else result, given, (q, k)):
+            assert out.shape == kept.shape
+            wide, same = (turned(x.to(t), table, positions, interleave) for t in (torch.float64, torch.float32))
+            assert_close(out.reshape(x.shape), same.to(dtype), wide)
+
+    name = "apply_rope_with_cos_sin_cache" + "_inplace" * in_place
+    return Call(getattr(flashinfer, name), arguments, check)
+
+
+def rope_to_fp8(draw):
+    """Heads in two parts, the rotated one and the other, in FP8."""
+    dtype, tokens = draw.half(), draw.pick(0, 1, 3, 9)
+    rotary, rest = draw.pick((64, 0), (64, 512), (32, 48), (16, 16))
+    q_heads, k_heads = draw.pick((1, 1), (5, 1), (4, 2))
+    table, _ = table_of(draw, rotary, 40)
+    interleave, narrow = draw.chance(), draw.pick(torch.float8_e4m3fn, torch.float8_e5m2)
+    positions = torch.randint(0, 40, (tokens,), device=draw.device).to(draw.index())
+    parts = [
+        draw.tensor(tokens, heads, n, dtype=dtype, kinds=("normal",)) if n else None
+        for n in (rotary, rest) for heads in (q_heads, k_heads)
+    ]  # fmt: skip
+    if k_heads == 1 and draw.chance():
+        parts[1], parts[3] = (None if x is None else x[:, 0] for x in (parts[1], parts[3]))
+    scales = draw.pick(1.0, 0.25, 3.0), draw.pick(1.0, 0.5)
+    names = "q_rope", "k_rope", "q_nope", "k_nope"
+    outs = [None if x is None else torch.empty(x.shape, dtype=narrow, device=draw.device) for x in parts]
+    arguments = dict(zip(names, parts)) | dict(cos_sin_cache=table, pos_ids=positions, is_neox=not interleave)
+    arguments |= dict(quantize_dtype=narrow, quant_scale_q=scales[0], quant_scale_kv=scales[1])
+    if draw.chance():
+        arguments |= {f"{name}_out": out for name, out in zip(names, outs)}
+
+    def check(result):
+        for place, (out, x) in enumerate(zip(result, parts)):
+            if x is None:
+                continue
+            assert out.shape == x.shape and out.dtype == narrow
+            wide = x.double() if x.dim() == 3 else x.double()[:, None]
+            wide = turned(wide, table, positions, interleave) if place < 2 else wide
+            wide = wide.view(x.shape) * scales[place % 2]
+            info = torch.finfo(narrow)
+            bound = wide.abs() * (info.eps / 2 + 1e-5) + info.smallest_normal * info.eps / 2 + 1e-5
+            assert bool(((out.double() - wide).abs() <= bound).all()), f"{names[place]}: codes that are not the nearest"
+
+    return Call(rope_quantize_fp8, arguments, check)
+
+
 def concat(draw):
     tokens, heads = draw.pick(0, 1, 3, 9), draw.pick(1, 3, 16)
     nope, shared = draw.pick((128, 64), (32, 16), (16, 8))
@@ -144,4 +223,4 @@ def mix_streams(draw):
     return Call(mhc.mhc_post, arguments, lambda out: close(out, formula))
 
 
-FAMILIES = (rmsnorm, fused_add_rmsnorm, layernorm, activation, rope, concat, mix_streams)
+FAMILIES = (rmsnorm, fused_add_rmsnorm, layernorm, activation, rope, rope_by_table, rope_to_fp8, concat, mix_streams)

@@ -10,11 +10,13 @@ from flashinfer.gdn_decode import (
     gated_delta_rule_decode,
     gated_delta_rule_decode_pretranspose,
     gated_delta_rule_mtp,
+    gated_delta_rule_replayssm_commit,
 )
+from flashinfer.gdn_kernels.gdn_fused_decode import gdn_fused_decode_step
 from flashinfer.gdn_prefill import chunk_gated_delta_rule
 from flashinfer.kda import recurrent_kda
 from flashinfer.kda_decode import fused_kda_decode, packed_fused_kda_decode, packed_kda_decode
-from flashinfer.mamba import selective_state_update, ssd_combined_fwd
+from flashinfer.mamba import checkpointing_ssu, selective_state_update, ssd_combined_fwd
 from flashinfer.testing.compare import assert_bitwise
 
 BATCH, SLOTS, HEADS, DIM = 2, 5, 4, 32
@@ -88,6 +90,19 @@ def steps(device):
         given = dict(initial_states=pool, cu_seqlens=offsets, chunk_size=64, state_indices=slots)
         return ssd_combined_fwd(x[None], dt[None] * 2, A, B[None], B[None], **given)
 
+    def committed(pool, values, keys, gates, slots):
+        counts = torch.full_like(slots, 2)
+        return gated_delta_rule_replayssm_commit(pool, values * 2, keys, gates, gates.sigmoid(), slots, counts) + 1
+
+    def in_one_launch(x, weight, channels, conv_state, state, decay, slots):
+        mixed = x.new_ones(len(x), len(channels)) * 0.5
+        return gdn_fused_decode_step(x * 2, weight, mixed, channels, None, conv_state, decay, decay, None, state, slots)
+
+    def rings(state, x_ring, b_ring, dt_ring, x, dt, A, B, slots):
+        start, count = (slots.new_zeros(len(state)) for _ in range(2))
+        given = dict(state_batch_indices=slots, dt_softplus=True)
+        return checkpointing_ssu(state, x_ring, b_ring, dt_ring, start, count, x * 2, dt, A, B, B, x.clone(), **given)
+
     gate, beta, wide = half(3, HEADS, DIM, device=device), half(3, HEADS, device=device), 3 * HEADS * DIM
     shapes = (3, wide), (3, 4, HEADS * DIM), (SLOTS, wide, 4)
     mixed, weight, window = (half(*shape, device=device) for shape in shapes)
@@ -96,7 +111,18 @@ def steps(device):
     channels = half(DIM, 4, device=device)
     x, dt = half(2, BATCH, HEADS, DIM, device=device).unbind()
     scan = states[..., :8].contiguous(), x, dt, -decay.abs().view(-1, 1, 1).expand(-1, DIM, 8), x[:, :1, :8], slots
+    kept = half(1, SLOTS, HEADS, 2, DIM, device=device)
+    ring = (half(SLOTS, HEADS, 2, DIM, device=device), half(SLOTS, 1, 2, 8, device=device),
+            torch.zeros(SLOTS, HEADS, 2, device=device))  # fmt: skip
+    tied = (-decay.abs())[:, None, None].expand(-1, DIM, 8)
+    fused = (half(BATCH, DIM, device=device), half(DIM, 2 * HEADS, device=device), half(6 * DIM, 4, device=device),
+             half(SLOTS, 6 * DIM, 3, device=device))  # fmt: skip
     return {
+        "committed": (committed, (states[None].clone(), kept, kept[:, :, :2].contiguous(), -kept[..., 0].abs().float(),
+                                  slots)),
+        "in_one_launch": (in_one_launch, (*fused, states, decay, slots)),
+        "rings": (rings, (states[..., :8].contiguous(), *ring, x[:, None], dt[:, None, :, :1].expand(-1, -1, -1, DIM),
+                          tied, x[:, None, :1, :8], slots)),
         "pooled": (pooled, (*rows(1), states, decay, slots)),
         "drafts": (drafts, (*rows(3), states, decay, slots)),
         "one_state": (one_state, (*rows(1), states[:BATCH].clone(), decay)),
@@ -116,7 +142,7 @@ def steps(device):
 
 
 NAMES = "pooled", "drafts", "one_state", "scanned", "convolved", "delta", "layer", "layers", "prompts", "chunks", "kimi"
-NAMES += "kimi_drafts", "mamba", "pooled_mamba"
+NAMES += "kimi_drafts", "mamba", "pooled_mamba", "committed", "in_one_launch", "rings"
 
 
 @pytest.mark.parametrize("name", NAMES)
