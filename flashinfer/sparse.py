@@ -157,45 +157,46 @@ class BlockSparseAttentionWrapper(BlockSparseWrapper):
             source="paged", head_dim_qk=head_dim, head_dim_vo=head_dim, q_dtype=q_data_type, kv_dtype=kv_data_type,
             o_dtype=o_data_type, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
         )  # fmt: skip
-        self.M, self.N, self.R, self.C = M, N, R, C
-        self._shape, self._kv_heads = (M, N), num_kv_heads
-        block_rows = -(-M // R)
-        self._scales = q_scale, k_scale, v_scale
-        self._per_head = block_mask is not None and block_mask.dim() == 3
+        block_rows, per_head = -(-M // R), block_mask is not None and block_mask.dim() == 3
         if block_mask is not None:
             given = mask is not None or packed_mask is not None
             require(not given, "block_mask", "a tensor beside a mask", "one of them alone")
             divides = num_kv_heads > 0 and 0 < num_qo_heads < 1 << 31 and num_qo_heads % num_kv_heads == 0
             require(divides, "num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
             group, block_mask = num_qo_heads // num_kv_heads, as_bool("block_mask", block_mask).to("cpu")
-            if self._per_head and group > 1 and block_mask.shape[0] == num_qo_heads:
+            if per_head and group > 1 and block_mask.shape[0] == num_qo_heads:
                 block_mask = of_groups(block_mask, group)
-            shape = (num_kv_heads,) * self._per_head + (block_rows, N // C)
+            shape = (num_kv_heads,) * per_head + (block_rows, N // C)
             require(tuple(block_mask.shape) == shape, "block_mask", tuple(block_mask.shape), str(shape))
-        if block_mask is not None and self._per_head:
+        if block_mask is not None and per_head:
             rows = torch.full((num_kv_heads, block_rows), R, dtype=torch.int64, device="cpu")
             rows[:, -1:] -= -M % R
             columns = torch.full((num_kv_heads, N // C), C, dtype=torch.int64, device="cpu")
             blocks = per_head_blocks(block_mask, rows, columns, group, self.device)
             asked = PlanOptions(num_qo_heads=group, num_kv_heads=1, page_size=blocks.page_size, **common).checked()
-            return self._plan(asked, blocks, causal)
-        if block_mask is not None:
-            indices = block_mask.nonzero()[:, 1]
-            indptr = torch.nn.functional.pad(block_mask.sum(1).cumsum(0), (1, 0))
-        indptr, indices = (present("indptr, indices", x, "tensors, or block_mask") for x in (indptr, indices))
-        given = indptr, indices
-        indptr = integers(indptr, "indptr", self.device, (block_rows + 1,)).contiguous()
-        indices = integers(indices, "indices", self.device, (None,)).contiguous()
-        first = check_blocks(*given, N // C)
-        if mask is not None and packed_mask is None:
-            shape = (indices.shape[0], R, C)
-            require(tuple(mask.shape) == shape, "mask", tuple(mask.shape), str(shape))
-            mask = block_mask_bits(as_bool("mask", mask[first:]).to(self.device), indptr - first)
-            if M % R:
-                # Of the last block row, drop the bits of rows past M, which are no queries.
-                mask = mask[: mask.numel() - -M % R * C * int(indptr[-1] - indptr[-2])]
-        asked = PlanOptions(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, page_size=C, **common).checked()
-        self._plan(asked, uniform_blocks(indptr, indices, R, C, M, N), causal, mask, packed_mask)
+        else:
+            if block_mask is not None:
+                indices = block_mask.nonzero()[:, 1]
+                indptr = torch.nn.functional.pad(block_mask.sum(1).cumsum(0), (1, 0))
+            indptr, indices = (present("indptr, indices", x, "tensors, or block_mask") for x in (indptr, indices))
+            given = indptr, indices
+            indptr = integers(indptr, "indptr", self.device, (block_rows + 1,)).contiguous()
+            indices = integers(indices, "indices", self.device, (None,)).contiguous()
+            first = check_blocks(*given, N // C)
+            if mask is not None and packed_mask is None:
+                shape = (indices.shape[0], R, C)
+                require(tuple(mask.shape) == shape, "mask", tuple(mask.shape), str(shape))
+                mask = block_mask_bits(as_bool("mask", mask[first:]).to(self.device), indptr - first)
+                if M % R:
+                    # Of the last block row, drop the bits of rows past M, which are no queries.
+                    mask = mask[: mask.numel() - -M % R * C * int(indptr[-1] - indptr[-2])]
+            blocks = uniform_blocks(indptr, indices, R, C, M, N)
+            asked = PlanOptions(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, page_size=C, **common).checked()
+        self._plan(asked, blocks, causal, mask, packed_mask)
+        # Only now: what is refused leaves the plan before it as it was.
+        self.M, self.N, self.R, self.C = M, N, R, C
+        self._shape, self._kv_heads, self._per_head = (M, N), num_kv_heads, per_head
+        self._scales = q_scale, k_scale, v_scale
 
     begin_forward = plan
 
@@ -392,13 +393,13 @@ class VariableBlockSparseAttentionWrapper(BlockSparseWrapper):
         columns = check_sizes("block_col_sz", block_col_sz, (shape[0], shape[2]))
         group = num_qo_heads // num_kv_heads
         blocks = per_head_blocks(as_bool("block_mask_map", block_mask_map).to("cpu"), rows, columns, group, self.device)
-        self._kv_heads, self._shape = num_kv_heads, (int(rows[0].sum()), int(columns[0].sum()))
         asked = PlanOptions(
             source="paged", num_qo_heads=group, num_kv_heads=1, head_dim_qk=head_dim, head_dim_vo=head_dim,
             page_size=blocks.page_size, q_dtype=q_data_type, kv_dtype=kv_data_type, sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap,
         ).checked()  # fmt: skip
         self._plan(asked, blocks, causal)
+        self._kv_heads, self._shape = num_kv_heads, (int(rows[0].sum()), int(columns[0].sum()))
 
     begin_forward = plan
 

@@ -119,3 +119,14 @@ def as_rows(name: str, given: torch.Tensor | None, shape: torch.Size) -> torch.T
     except RuntimeError:
         shown = f"{tuple(given.shape)} of strides {given.stride()}"
         raise ValueError(f"{name}: got {shown}; allowed: {tuple(shape)}, or query's axes, as a view of it") from None
+
+
+def elements_of_a_row(x: torch.Tensor, name: str) -> int:
+    """Elements from row to row of x [rows, heads, dim], for offsets that count elements: rows lie one after another.
+
+    Of one row it is at least the row's own: its stride may be any.
+    """
+    row = 1 + sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:]))
+    fits = x.shape[0] <= 1 or x.stride(0) >= row
+    require(fits, name, f"strides {x.stride()}", "rows one after another, for offsets that count elements")
+    return max(row, x.stride(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from flashinfer._core import env
@@ -9,7 +11,7 @@ from flashinfer._core.arguments import named
 from flashinfer._core.checks import require
 from flashinfer._core.direct_replay import direct
 from flashinfer._direct.given import (
-    check_bound, check_caches, head_sinks, most_rows, scale as scale_of, whole, with_pages,
+    check_bound, check_caches, elements_of_a_row, head_sinks, most_rows, scale as scale_of, whole, with_pages,
 )  # fmt: skip
 from flashinfer._direct.outputs import Output, attention_op
 from flashinfer._direct.pages import as_one_type
@@ -119,9 +121,10 @@ def cudnn_batch_decode_with_kv_cache(
         most = most_rows("max_sequence_kv", max_sequence_kv)
         lens = torch.full((batch,), most, dtype=torch.int32, device=q.device)
     output = Output(q, (*q.shape[:2], v_cache.shape[-1]), out, lse=lse, return_lse=return_lse)
-    out_row = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
-    _check_uniform("batch_offsets_q", batch_offsets_q, q_len, q.stride(0))
-    _check_uniform("batch_offsets_o", batch_offsets_o, q_len, out_row)
+    new_row, given = q.shape[1] * v_cache.shape[-1], output.rows
+    _check_uniform("batch_offsets_q", batch_offsets_q, q_len, lambda: elements_of_a_row(q, "q"))
+    _check_uniform("batch_offsets_o", batch_offsets_o, q_len,
+                   lambda: new_row if given is None else elements_of_a_row(given, "out"))  # fmt: skip
     return output.finish(attend_pages(
         q, (k_cache, v_cache), "HND", block_tables, lens, dict(q_len=q_len), longest_q=q_len, causal=q_len > 1,
         window_left=window_left, o_dtype=output.dtype, sinks=head_sinks(sinks, q.shape[1]), **output.call,
@@ -129,11 +132,11 @@ def cudnn_batch_decode_with_kv_cache(
     ))  # fmt: skip
 
 
-def _check_uniform(name: str, offsets: torch.Tensor | None, q_len: int, row: int) -> None:
-    """Check that offsets, in tokens or in elements of `row` a token, are those of requests of q_len queries."""
+def _check_uniform(name: str, offsets: torch.Tensor | None, q_len: int, row: Callable[[], int]) -> None:
+    """Check that offsets, in tokens or in elements of `row()` a token, are those of requests of q_len queries."""
     if offsets is None or (offsets.is_cuda and not env.DEBUG.is_on()):
         return
     found = offsets.reshape(-1).cpu().long()
     tokens = torch.arange(found.shape[0], dtype=torch.int64, device="cpu") * q_len
-    fits = torch.equal(found, tokens) or torch.equal(found, tokens * row)
+    fits = torch.equal(found, tokens) or torch.equal(found, tokens * row())
     require(fits, name, found.tolist(), f"{q_len} queries for each request, as q_len_per_req says")

@@ -11,7 +11,7 @@ from flashinfer._core.arguments import named
 from flashinfer._core.checks import as_dtype, check_apart, check_values, require
 from flashinfer._core.direct_replay import direct
 from flashinfer._core.literals import Backend, LseBase
-from flashinfer._direct.given import check_caches, flag, most_rows
+from flashinfer._direct.given import check_caches, elements_of_a_row, flag, most_rows
 from flashinfer._direct.given import scale as scale_of
 from flashinfer._direct.outputs import attention_op
 from flashinfer._direct.pages import as_one_type
@@ -153,7 +153,7 @@ def cudnn_batch_prefill_with_kv_cache(
     given, (out, o_dtype) = out, output_of(q, (o_rows, q.shape[1], v_cache.shape[-1]), out, o_data_type)
     tokens = batch_offsets_units == "tokens"
     row = lambda t, name: Rows(t, f"batch_offsets_{name}", batch, q.device)
-    step = lambda t, name, offsets: 1 if tokens or offsets is None else _elements_of_a_row(t, name)
+    step = lambda t, name, offsets: 1 if tokens or offsets is None else elements_of_a_row(t, name)
     out_row = step(out, "out", batch_offsets_o) if out is not None or tokens else q.shape[1] * v_cache.shape[-1]
     of_q, of_o = row(batch_offsets_q, "q").by(step(q, "q", batch_offsets_q)), row(batch_offsets_o, "o").by(out_row)
     queries = _spans(of_q if of_q.starts is not None else of_o, q, actual_seq_lens_q, batch, most_q, "q")
@@ -247,14 +247,6 @@ class Rows:
             return torch.equal(self.starts[:count], other.starts[:count])
         alike = a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
         return alike and self._row == other._row
-
-
-def _elements_of_a_row(x: torch.Tensor, name: str) -> int:
-    """Elements from row to row. Offsets that count elements need rows that lie one after another."""
-    row = 1 + sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:]))
-    fits = x.shape[0] <= 1 or x.stride(0) >= row
-    require(fits, name, f"strides {x.stride()}", "rows one after another, for offsets that count elements")
-    return x.stride(0)
 
 
 def _batch_size(block_tables, lens_q, lens_kv, offsets_q, offsets_o, offsets_k, offsets_v) -> int:

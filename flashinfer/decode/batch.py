@@ -188,7 +188,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         causal = q_len_per_req > 1
         if window_right or is_causal is not None:
             causal = _is_causal(window_right, is_causal, q_len_per_req)
-        self._drafts_causal = not window_right and is_causal is not False
         if data_type is not None:
             q_data_type, kv_data_type = both_dtypes(q_data_type, kv_data_type, data_type)
         asked = plan_options(
@@ -202,6 +201,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         if seq_lens is not None or block_tables is not None:
             check_agrees(tables, self._names, page_size, seq_lens=seq_lens, block_tables=block_tables)
         self._plan(asked, tables, q_len=q_len_per_req)
+        self._drafts_causal = not window_right and is_causal is not False
 
     begin_forward = plan
 

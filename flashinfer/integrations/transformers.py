@@ -291,13 +291,19 @@ def _version(tensor) -> int:
 def _slots(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Keys and values [batch, heads, length, dim] as [slots, heads, dim], where token (b, s) has slot b * pitch + s."""
     both = [key, value]
-    pitches = [t.stride(0) / max(t.stride(2), 1) if len(t) > 1 else t.shape[2] for t in both]
-    if pitches[0] != pitches[1] or pitches[0] % 1 or any(t.stride(3) != 1 or not t.stride(2) for t in both):
-        both, pitches = [t.contiguous() for t in both], [key.shape[1] * key.shape[2]]
-    pitch = int(pitches[0])
     size, heads, length, _ = key.shape
+    pitches = [t.stride(0) / max(t.stride(2), 1) if size > 1 else length for t in both]
+    steps = [t.stride()[1:3] for t in both]
+    if pitches[0] != pitches[1] or pitches[0] % 1 or any(t.stride(3) != 1 or not t.stride(2) for t in both):
+        both, pitches = [t.contiguous() for t in both], [heads * length]
+        # Not what they say: of one token, the stride from token to token may be any.
+        steps = [(length * t.shape[3], t.shape[3]) for t in both]
+    pitch = int(pitches[0])
     slots = (size - 1) * pitch + length
-    k, v = (t.as_strided((slots, heads, t.shape[3]), (t.stride(2), t.stride(1), 1), t.storage_offset()) for t in both)
+    k, v = (
+        t.as_strided((slots, heads, t.shape[3]), (of_token, of_head, 1), t.storage_offset())
+        for t, (of_head, of_token) in zip(both, steps)
+    )
     return k, v, pitch
 
 

@@ -210,7 +210,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         if self._backend == "cudnn":
             lens = seq_lens if seq_lens_q is None and max_token_per_sequence is None else seq_lens_q
             qo_indptr = in_rows(qo_indptr, (num_qo_heads, head_dim_qk), lens, max_token_per_sequence)
-        self._views = self._views_of(page_size, num_kv_heads)
         tables = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         if any_items(*items, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask):
@@ -222,6 +221,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         self._plan(
             asked, tables, longest_q=longest_q, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask
         )
+        # Only now: what is refused leaves the plan before it as it was.
+        self._views = self._views_of(page_size, num_kv_heads)
 
     begin_forward = plan
 

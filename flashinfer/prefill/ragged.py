@@ -207,12 +207,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
         )  # fmt: skip
         tables = qo_indptr, kv_indptr, None, None
-        self._views = partial(ragged_pair, kv_layout=self._kv_layout)
+        views = partial(ragged_pair, kv_layout=self._kv_layout)
         if kv_data_type in KV_NAMES:
             named = KV_NAMES[kv_data_type]
             require(not self._use_cuda_graph, "kv_data_type", named, "another with use_cuda_graph=True")
             asked, tables = as_slots(asked, tables)
-            self._views = partial(slot_views, kv_layout=self._kv_layout)
+            views = partial(slot_views, kv_layout=self._kv_layout)
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         if any_items(*items, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask):
             custom_mask = multi_item_mask(asked, tables, self._names, *items[:3])
@@ -223,6 +223,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         self._plan(
             asked, tables, longest_q=longest_q, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask
         )
+        # Only now: what is refused leaves the plan before it as it was.
+        self._views = views
 
     begin_forward = plan
 

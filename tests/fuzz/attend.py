@@ -107,6 +107,8 @@ def single(draw):
     layout = draw.pick("NHD", "HND")
     k, v = (t.transpose(0, 1).contiguous() if layout == "HND" else t for t in (k, v))
     arguments = dict(q=q, k=k, v=v, kv_layout=layout, return_lse=True)
+    known = {name: draw.pick(None, None, 0.5, -2.0) for name in ("q_scale", "k_scale", "v_scale")}
+    extras = {name: value for name, value in known.items() if value is not None}
     if len(q) == 1 and draw.chance():
         o.causal = False
         given = o.as_kwargs()
@@ -114,11 +116,20 @@ def single(draw):
 
         def check(result):
             out, lse = result
-            cases.check((out[None], lse[None]), x, o)
+            cases.check((out[None], lse[None]), x, o, Extras(**extras))
 
-        return Call(flashinfer.single_decode_with_kv_cache, arguments | given | dict(q=q[0]), check)
-    given = dict(custom_mask=masks[0] if masks else None) | o.as_kwargs()
-    return Call(flashinfer.single_prefill_with_kv_cache, arguments | given, checked(x, o, Extras(masks=masks)))
+        return Call(flashinfer.single_decode_with_kv_cache, arguments | given | known | dict(q=q[0]), check)
+    given = dict(custom_mask=masks[0] if masks else None, o_dtype=draw.pick(None, None, torch.float32)) | o.as_kwargs()
+    if masks and draw.chance():
+        given["custom_mask"], given["packed_custom_mask"] = None, generate.pack_mask(mask, qo, kv)[0]
+    for name, value in known.items():
+        # As tensors under one name, and as numbers under another.
+        other = f"scale_{name[0]}"
+        if value is not None and (name == "q_scale" or draw.chance()):
+            known, given = known | {name: None}, given | {other: torch.full((1,), value, device=draw.device)}
+    known.pop("q_scale")
+    check = lambda result: cases.check(result, x, o, Extras(masks=masks, **extras), x.q.dtype)
+    return Call(flashinfer.single_prefill_with_kv_cache, arguments | given | known, check)
 
 
 def merge(draw):

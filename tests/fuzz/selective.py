@@ -1,19 +1,16 @@
-"""Random calls of attention over latents and over shared prefixes, and of what chooses keys for it."""
+"""Random calls of attention over shared prefixes, and of what chooses keys for it."""
 
 import math
 
 import torch
 
 import flashinfer
-from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.msa_ops import msa_proxy_score
 from flashinfer.paged_mqa import fp8_paged_mqa_logits
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
 from flashinfer.testing.fuzz import Call
 from tests.cascade.test_cascade import TREES, Tree
-from tests.ops.attention.mla.latents import check as check_latents
-from tests.ops.attention.mla.latents import latents
 from tests.ops.tensor_cores import adds_fp8_in_few_bits, fp8_dots_error
 from tests.ops.topk.test_topk import best
 
@@ -23,30 +20,6 @@ BLOCK = 128
 
 def workspace(draw):
     return torch.empty(1 << 20, dtype=torch.uint8, device=draw.device)
-
-
-def mla(draw):
-    heads, (ckv, kpe) = draw.pick(1, 4, 16, 40), draw.pick((64, 16), (32, 8), (16, 0), (512, 64))
-    if heads * ckv > draw.largest // 8:
-        heads, ckv, kpe = 4, 32, 8
-    page = draw.pick(1, 5, 16, 64)
-    kv = [draw.pick(*LENGTHS) for _ in range(draw.pick(1, 3))]
-    qo = [draw.pick(0, 1, 1, 2, 5) for _ in kv]
-    x = latents(qo, kv, heads, ckv, kpe, page, dtype=draw.half(), device=draw.device)
-    causal, scale = draw.chance(), draw.pick(0.1, 0.0, 0.03, -0.05)
-    wrapper = BatchMLAPagedAttentionWrapper(workspace(draw), backend=draw.backend)
-    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
-    plan = dict(zip(names, x.tables, strict=True)) | dict(
-        num_heads=heads, head_dim_ckv=ckv, head_dim_kpe=kpe, page_size=page, causal=causal, sm_scale=scale,
-        q_data_type=x.q.dtype, kv_data_type=x.cache.dtype,
-    )  # fmt: skip
-
-    def attend(return_lse, **plan):
-        wrapper.plan(**plan)
-        return wrapper.run(*x.parts(), return_lse=return_lse)
-
-    check = lambda result: check_latents(result, x, scale, causal=causal)
-    return Call(attend, dict(return_lse=True) | plan, check, tuple(plan))
 
 
 def cascade(draw):
@@ -185,4 +158,4 @@ def table_transform(draw):
     return Call(flashinfer.top_k_page_table_transform, arguments | dict(src_page_table=table), check)
 
 
-FAMILIES = (mla, cascade, indexer_logits, block_scores, ragged_transform, table_transform)
+FAMILIES = (cascade, indexer_logits, block_scores, ragged_transform, table_transform)

@@ -1,6 +1,6 @@
 """Random calls of public functions, each from its own seed.
 
-    pytest tests/fuzz                                   500 calls on the CPU, nine tenths of them by the reference
+    pytest tests/fuzz                                   700 calls on the CPU, nine tenths of them by the reference
     pytest tests/fuzz --fuzz 1500 --fuzz-seed 500       more of them, from other seeds, as `make matrix` does
     pytest tests/fuzz -m gpu --fuzz 100000 -n 16        as many by a GPU's kernels, in 16 processes
     pytest tests/fuzz --fuzz 1 --fuzz-seed N -k NAME    the call that a failure names
@@ -16,14 +16,20 @@ import torch
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer.testing import fuzz
 from tests import rooms
-from tests.fuzz import attend, experts, formats, narrow, pages, products, recurrent, sampled, selective, tokens
+from tests.fuzz import (
+    attend, coded, direct, experts, formats, latent, mixed, narrow, pages, products, recurrent, sampled, selective,
+    tokens, wrappers,
+)  # fmt: skip
 
 FAMILIES = {
     f"{module.__name__.rpartition('.')[2]}.{family.__name__}": family
-    for module in (attend, experts, formats, narrow, pages, products, recurrent, sampled, selective, tokens)
+    for module in (
+        attend, coded, direct, experts, formats, latent, mixed, narrow, pages, products, recurrent, sampled, selective,
+        tokens, wrappers,
+    )  # fmt: skip
     for family in module.FAMILIES
 }
-CALLS_ON_CPU = 500
+CALLS_ON_CPU = 700
 # The families whose kernels take long in Triton's interpreter get few calls of it.
 SLOW = {
     "sampled.top_k": 0.2, "sampled.sample": 0.3, "sampled.renorm": 0.3, "sampled.mask_logits": 0.3,
@@ -81,7 +87,7 @@ def test_reference(name, shard, pytestconfig):
 
 def test_kernels_in_the_interpreter(name, shard, pytestconfig):
     # Triton 3.6's interpreter multiplies bfloat16 wrongly.
-    multiplies = name.startswith(("attend", "experts", "narrow", "products", "recurrent", "selective"))
+    multiplies = not name.startswith(("formats", "pages", "sampled", "tokens"))
     halves = (torch.float16,) if multiplies else fuzz.HALVES
     shape = dict(device=torch.device("cpu"), backend="portable", largest=1 << 10, halves=halves)
     with rooms.by("portable"):

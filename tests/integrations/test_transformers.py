@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -223,6 +224,21 @@ def test_keys_of_one_place(length):
     k, v = (t[:, :2].as_strided((2, 2, length, 16), (64, 16, 0, 1), t.storage_offset()) for t in (k, v))
     out = call(query=q, key=k, value=v, is_causal=False)
     shared = (t.repeat_interleave(2, 1).contiguous() for t in (k, v))
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, *shared).transpose(1, 2))
+
+
+@pytest.mark.parametrize("length", (1, 4))
+@pytest.mark.parametrize("axes", itertools.permutations(range(3)))
+def test_keys_in_any_order_of_axes(length, axes):
+    """Requests, heads and tokens; the stride of an axis of 1 may be any."""
+    back = [axes.index(i) for i in range(3)]
+
+    def laid_out(*shape):
+        return torch.randn(*(shape[i] for i in axes), 16).permute(*back, 3)
+
+    q, k, v = laid_out(3, 4, 1), laid_out(3, 2, length), laid_out(3, 2, length)
+    out = call(query=q, key=k, value=v)
+    shared = (t.repeat_interleave(2, 1) for t in (k, v))
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, *shared).transpose(1, 2))
 
 

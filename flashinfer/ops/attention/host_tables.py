@@ -78,9 +78,11 @@ class HostTables:
 
     def take(self, i: int, table: torch.Tensor) -> None:
         """Copy a host table in. Where it is shorter than its room, lengths are 0; of others, the last is repeated."""
-        values, n = self.values[i], table.shape[0]
+        values, n, begin = self.values[i], table.shape[0], table.data_ptr()
+        if n and not begin:
+            require(False, self.names[i], "a tensor without memory, as under fake tensors", "one with values")
         if table.dtype == torch.int32 and table.is_contiguous():
-            ctypes.memmove(self.places[i], table.data_ptr(), 4 * n)
+            ctypes.memmove(self.places[i], begin, 4 * n)
         else:
             given = table.numpy()
             wide = given[given != given.astype(np.int32)][:1].tolist() if table.dtype == torch.int64 else []

@@ -38,8 +38,6 @@ class _Bucket:
 def run(problem: Problem, config, x: Inputs) -> None:
     """Write attention of `x` to x.out, and its log-sum-exp (base 2) to x.lse if there is one."""
     for bucket in _buckets(problem, x):
-        if not bucket.most_q:
-            continue
         k, v = _gather(problem, x, bucket)
         heads = x.q.shape[1]
         rows = max(1, _LOGITS // (len(bucket.requests) * heads * max(bucket.most_kv, 1)))
@@ -48,7 +46,11 @@ def run(problem: Problem, config, x: Inputs) -> None:
 
 
 def _buckets(problem: Problem, x: Inputs):
-    """Requests whose query lengths and whose visible key lengths have the same power of two above them."""
+    """Requests whose query lengths and whose visible key lengths have the same power of two above them.
+
+    Those without queries are in none, and those without keys by themselves: what a variant's functions load for a
+    request need not be there for these.
+    """
     q_begin, q_len = x.table.q_spans()
     _, kv_len = x.table.kv_spans(problem.page_size)
     first = torch.zeros_like(kv_len)
@@ -57,7 +59,8 @@ def _buckets(problem: Problem, x: Inputs):
         first = torch.minimum((kv_len - q_len - x.scalars.window_left).clamp(min=0), kv_len)
     kinds: dict[tuple, list[int]] = {}
     for request, (nq, nkv) in enumerate(zip(q_len.tolist(), (kv_len - first).tolist())):
-        kinds.setdefault(((nq - 1).bit_length(), (nkv - 1).bit_length()), []).append(request)
+        if nq:
+            kinds.setdefault(((nq - 1).bit_length(), (nkv - 1).bit_length() if nkv else -1), []).append(request)
     for requests in kinds.values():
         chosen = torch.tensor(requests, dtype=torch.int64, device=q_len.device)
         nq, nkv, lo = q_len[chosen], kv_len[chosen], first[chosen]

@@ -43,7 +43,8 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     Returns out [rows, heads, dim], or (out, lse).
     """
     if is_traced():
-        named = dict(o_dtype=o_dtype, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, **others)
+        named = dict(o_dtype=o_dtype, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask,
+                     kv_cache_sf=kv_cache_sf, **others)  # fmt: skip
         return _traced(q, k, v, kv_layout, backend, call, named)
     check_layout(kv_layout)
     rows = ragged_views(k, v, kv_layout)

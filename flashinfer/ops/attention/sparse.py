@@ -175,9 +175,11 @@ def as_rows(x: torch.Tensor, kv_heads: int) -> torch.Tensor | None:
     group = heads // kv_heads
     if not x.numel():
         return x.new_empty(max((heads - group + 1) * rows, 0), group, dim)
-    if x.stride(2) != 1 or (heads > 1 and x.stride(0) != rows * x.stride(1)):
+    # Of one row, the stride from row to row is any number.
+    step = x.stride(0) if rows == 1 else x.stride(1)
+    if x.stride(2) != 1 or (heads > 1 and x.stride(0) != rows * step):
         return None
-    return x.as_strided(((heads - group + 1) * rows, group, dim), (x.stride(1), rows * x.stride(1), 1))
+    return x.as_strided(((heads - group + 1) * rows, group, dim), (step, rows * step, 1))
 
 
 def per_head_lse(lse: torch.Tensor, kv_heads: int, rows: int) -> torch.Tensor:

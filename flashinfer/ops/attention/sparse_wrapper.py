@@ -53,11 +53,10 @@ class BlockSparseWrapper:
         masked = mask is not None or packed_mask is not None
         if causal and not masked:
             asked = asked.changed(variant=causal_variant())
-        self._asked, self._blocks, self._masks = asked, blocks, (mask, packed_mask)
+        masks = mask, packed_mask
+        self._active = plan_blocks(asked, blocks, self.device, self._backend, self._float_workspace_buffer, *masks)
+        self._asked, self._blocks, self._masks = asked, blocks, masks
         self._params = None if asked.variant is None else blocks.params
-        self._active = plan_blocks(
-            asked, blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks
-        )
 
     def _planned(self) -> Plan:
         if self._active is None:
@@ -70,10 +69,10 @@ class BlockSparseWrapper:
         refuse_positions(pos_encoding_mode)
         asked = self._asked.changed(logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
         if asked != self._asked:
-            self._asked = asked
             self._active = plan_blocks(
                 asked, self._blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks
             )
+            self._asked = asked
 
     def end_forward(self) -> None:
         """Do nothing; kept for callers of older versions. There is nothing to release."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashinfer
 from flashinfer._core.checks import UnsupportedConfig
@@ -316,3 +317,16 @@ def test_tables_and_factors_of_another_kind(device):
     codes, factors = codes.repeat(2, 1, 1)[:14], factors.repeat(2, 1, 1)[:14]
     with pytest.raises(ValueError, match=r"^kv_cache_sf\[0\]: got torch.float32"):
         ragged.run(x.q, codes, codes, kv_cache_sf=(factors, factors))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_tables_without_values(dtype, device):
+    """Fake tensors say that they are on the host, and have no memory there to read."""
+    tables = [torch.tensor(values, dtype=dtype) for values in ([0, 2], [0, 1], [3])]
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(t) for t in tables]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(ValueError, match="^indptr: got a tensor without memory"):
+        wrapper.plan(*fake, 4, 2, 64, 16)
+    wrapper.plan(*tables, 4, 2, 64, 16)

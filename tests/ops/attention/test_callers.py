@@ -181,3 +181,13 @@ def test_block_tables_without_columns(function, device):
                 SCRATCH, 64, 64, 16, tables, none, 0, return_lse=True),
         }[function]()  # fmt: skip
         assert not out.any() and bool((lse == float("-inf")).all())
+
+
+def test_the_lse_of_one_head_in_any_order_of_axes(device):
+    """[rows, 1] of memory that is [1, rows], as of the heads of one rank of many."""
+    x = generate.ragged_batch([2, 3], [9, 5], 1, 1, 64, dtype=HALF, device=device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(x.qo_indptr, x.kv_indptr, 1, 1, 64, q_data_type=HALF)
+    lse = torch.empty(1, 5, device=device).t()
+    out, _ = wrapper.run(x.q, x.k, x.v, lse=lse, return_lse=True)
+    check((out, lse), x, Options())

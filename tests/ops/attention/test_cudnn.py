@@ -116,3 +116,22 @@ def test_prefill_takes_the_backend_that_upstream_documents(device):
             weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
             expected = torch.einsum("hqk,khd->qhd", weights, values)
             torch.testing.assert_close(out[rows].double(), expected, atol=2e-3, rtol=0)
+
+
+def test_one_query_whose_row_has_any_stride(device):
+    """Heads before tokens: offsets in elements are of its row, whatever torch has for the stride of an axis of 1."""
+    x = generate.ragged_batch([1], [20], 4, 2, 64, dtype=HALF, device=device)
+    made = generate.paged(x, 16, "HND")
+    q, out = (t.view(4, 1, 64).transpose(0, 1) for t in (x.q, torch.empty_like(x.q)))
+    assert q.stride(0) == 64
+    offsets, table, of_k = lens([0, 256], device), blocks(made, [20], 2), lens([20], device)
+    where = dict(actual_seq_lens_kv=of_k, block_tables=table, batch_offsets_q=offsets, batch_offsets_o=offsets, out=out)
+    found = flashinfer.cudnn_batch_decode_with_kv_cache(
+        q, *made.caches, 0.125, workspace(device), max_sequence_kv=20, return_lse=True, **where
+    )
+    check(found, x, Options())
+    found = flashinfer.prefill.cudnn_batch_prefill_with_kv_cache(
+        q, *made.caches, 0.125, workspace(device), max_token_per_sequence=1, max_sequence_kv=20, causal=True,
+        return_lse=True, actual_seq_lens_q=lens([1], device), **where,
+    )  # fmt: skip
+    check(found, x, CAUSAL)

@@ -141,6 +141,19 @@ def test_masks_of_draft_tokens(kind, given_as, device):
             check(got, x, Options(window_left=window), Extras(masks))
 
 
+@pytest.mark.parametrize("place", ("first", "last", "without keys"))
+def test_requests_without_drafts(place, device):
+    """Nothing of the mask is read for them: there is none in front of the first row, and none behind the last."""
+    qo, kv = {"first": ([0, 2], [17, 17]), "last": ([2, 0], [17, 17]), "without keys": ([2, 0], [2, 0])}[place]
+    x = batch(qo, device, kv)
+    mask = torch.tensor([[True, False], [True, True]], device=device)
+    seen = [torch.ones(n, m, dtype=torch.bool, device=device) for n, m in zip(qo, kv)]
+    seen[0 if qo[0] else 1][:, -2:] = mask
+    for backend in names(device):
+        got = decode(x, *paged(x, kv), mask=mask, backend=backend, cum_seq_lens_q=x.qo_indptr, max_q_len=2)
+        check(got, x, Options(), Extras(seen))
+
+
 @pytest.mark.parametrize("q_len", (1, 3, "ragged"))
 @pytest.mark.parametrize("window", (-1, 5))
 def test_ranks_of_context_parallelism_merge_to_the_whole(q_len, window, device):

@@ -363,3 +363,34 @@ def test_lengths_are_those_that_plan_saw(device):
         for table in (qo, kv, last):
             table.zero_()
         check(wrapper.run(x.q, paged.kv_cache, return_lse=True), x, CAUSAL)
+
+
+def test_a_refused_plan_leaves_how_keys_lie_as_it_was(device):
+    half, indptr, sizes = torch.float16, torch.tensor([0, 3]), (4, 2, 64)
+    q = torch.randn(3, 4, 64, dtype=half, device=device)
+    codes = torch.randint(256, (3, 2, 32), device=device).to(torch.uint8)
+    factors = torch.full((3, 2, 4), 56, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(indptr, indptr, *sizes, q_data_type=half, kv_data_type="nvfp4")
+    wanted = wrapper.run(q, codes, codes, kv_cache_sf=(factors, factors))
+    with pytest.raises(ValueError, match="^sm_scale: got nan"):
+        wrapper.plan(indptr, indptr, *sizes, q_data_type=half, sm_scale=float("nan"))
+    assert_bitwise(wrapper.run(q, codes, codes, kv_cache_sf=(factors, factors)), wanted)
+
+
+def test_a_refused_plan_leaves_what_drafts_see_as_it_was(device):
+    tables = [torch.tensor(x) for x in ([0, 1], [1], [9])]
+    q, cache = torch.randn(3, 4, 64, device=device).half(), torch.randn(3, 2, 16, 2, 64, device=device).half()
+    plan = dict(zip(("indptr", "indices", "last_page_len"), tables)) | dict(
+        num_qo_heads=4, num_kv_heads=2, head_dim=64, page_size=16, q_data_type=torch.float16
+    )
+    found = []
+    for refused in (False, True):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend="trtllm-gen")
+        wrapper.plan(**plan)
+        if refused:
+            with pytest.raises(ValueError, match="^sm_scale: got nan"):
+                wrapper.plan(**plan, is_causal=False, sm_scale=float("nan"))
+        # More queries of each request than were planned, causal among themselves.
+        found.append(wrapper.run(q, cache))
+    assert_bitwise(*found)

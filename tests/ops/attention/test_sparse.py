@@ -191,6 +191,8 @@ def check_heads(got, x, masks, is_causal, device):
 VARIED = {
     "odd": ([[3, 0, 9], [7, 4, 1]], [[4, 9, 2, 7], [1, 1, 20, 0]]),
     "even": ([[8, 8, 8], [4, 4, 16]], [[16, 32, 16, 16], [48, 16, 0, 16]]),
+    "one query": ([[1, 0, 0], [0, 0, 1]], [[4, 9, 2, 7], [1, 1, 20, 0]]),
+    "one key": ([[2, 3, 1], [1, 1, 4]], [[0, 1, 0, 0], [1, 0, 0, 0]]),
     "without keys": ([[2, 3, 1], [1, 1, 4]], [[0, 0, 0, 0], [0, 0, 0, 0]]),
 }
 
@@ -228,6 +230,21 @@ def test_variable_blocks_under_other_options(device):
     out = wrapper.forward(*(t.transpose(0, 1) for t in (x.q, x.k, x.v)), sm_scale=0.3, logits_soft_cap=2.0)
     mask = dense(chosen[0], rows[0], columns[0]).flatten().to(device)
     close(out.transpose(0, 1), x, Options(sm_scale=0.3, logits_soft_cap=2.0), Extras([mask]))
+
+
+@pytest.mark.parametrize(
+    "given", (dict(sm_scale=float("nan")), dict(block_mask=torch.ones(2, 9, 9) > 0)), ids=("scale", "map")
+)
+def test_a_refused_plan_leaves_the_one_before(given, device):
+    x = one(4, 8, device, heads=(2, 2))
+    indptr, indices = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
+    wrapper = flashinfer.BlockSparseAttentionWrapper(workspace(device))
+    wrapper.plan(indptr, indices, 4, 8, 2, 4, 2, 2, 64, **DTYPES, k_scale=2.0)
+    wanted = wrapper.run(x.q, x.k, x.v)
+    with pytest.raises(ValueError, match="^(sm_scale|block_mask): got"):
+        wrapper.plan(indptr, indices, 3, 8, 2, 2, 2, 2, 64, **DTYPES | given)
+    assert_bitwise(wrapper.run(x.q, x.k, x.v), wanted)
+    assert (wrapper.M, wrapper.N, wrapper.R, wrapper.C) == (4, 8, 2, 4)
 
 
 def test_bad_input(device):

@@ -211,7 +211,7 @@ def test_functions_without_a_plan_are_called_between_two_graphs(device):
     assert len(graphs) == 2 and all(len(ops) <= 2 for ops in graphs)
 
 
-@pytest.mark.parametrize("call", ["plain", "options", "variant", "empty"])
+@pytest.mark.parametrize("call", ["plain", "options", "variant", "factors", "empty"])
 def test_single_requests_are_one_op(call, device):
     """In one graph, with what each argument means; the op keeps nothing that it allocates."""
     rows = 0 if call == "empty" else 5
@@ -226,6 +226,10 @@ def test_single_requests_are_one_op(call, device):
         kinds = {"documents": "*i32", "longest": "i32"}
         more = dict(variant=flashinfer.AttentionVariant(mask=same_document, params=kinds))
         more |= dict(params={"documents": documents, "longest": 9})
+    if call == "factors":
+        k, v = (torch.randint(256, (9, KV_HEADS, DIM // 2), device=device).to(torch.uint8) for _ in range(2))
+        factors = (torch.rand(9, KV_HEADS, DIM // 16, device=device) + 0.5).to(torch.float8_e4m3fn)
+        more = dict(kv_cache_sf=(factors, factors.clone()), k_scale=0.5)
 
     def prefill(q, k, v):
         return flashinfer.single_prefill_with_kv_cache(q + 0, k, v, **more)
