@@ -175,7 +175,7 @@ class UlyssesCommunicator:
         """
         self._check("x", x, workspace)
         batch, tokens, heads, dim = x.shape
-        share = self._share("x", heads)
+        share = self._share(heads)
         if self.world_size == 1 and out is None:
             return x
         rows = x.reshape(batch * tokens, self.world_size, share * dim)
@@ -330,8 +330,8 @@ class UlyssesCommunicator:
             got = f"{workspace.dtype}, {workspace.max_elems} elements"
             require(fits, "workspace", got, f"{self.dtype}, at least {x.numel()} elements")
 
-    def _share(self, name: str, heads: int) -> int:
-        require(heads % self.world_size == 0, name, f"{heads} heads", f"a multiple of {self.world_size}")
+    def _share(self, heads: int) -> int:
+        require(heads % self.world_size == 0, "x", f"{heads} heads", f"a multiple of {self.world_size}")
         return heads // self.world_size
 
 

@@ -266,7 +266,7 @@ def _block_scaled(
     deepseek = kind == Fp8QuantizationType.DeepSeekFp8
     encoding = "fp8_block" if deepseek else "mxfp8"
     require(x.dtype == torch.float8_e4m3fn, "hidden_states", x.dtype, "float8_e4m3fn")
-    tokens = experts.Tokens(x, encoding, _row_factors("hidden_states_scale", x_scale, x, deepseek))
+    tokens = experts.Tokens(x, encoding, _row_factors(x_scale, x, deepseek))
     act, gated = act
     weights = []
     names = ("gemm1_weights", "gemm2_weights")
@@ -287,8 +287,9 @@ def _block_scaled(
     return finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
 
 
-def _row_factors(name, scale, x, deepseek: bool) -> torch.Tensor:
-    """Scale factors of tokens, [tokens, blocks]."""
+def _row_factors(scale, x, deepseek: bool) -> torch.Tensor:
+    """hidden_states_scale as [tokens, blocks]."""
+    name = "hidden_states_scale"
     tokens, hidden = x.shape
     if deepseek:
         require(isinstance(scale, torch.Tensor), name, scale, "a float32 tensor")

@@ -14,10 +14,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _encode(
-    x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr
-):  # fmt: skip
-    """float32 as int32 codes of a format with MANTISSA bits of mantissa and the sign in bit SIGN.
+def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 as int32 codes of an FP8 format with MANTISSA bits of mantissa.
 
     For e4m3 (MANTISSA 3, BIAS 7), 1.0 has the bits 0x3F800000: shifted right by 20 they are 1016, less (127 - 7) << 3
     = 960 the code is 56 = 0x38.
@@ -35,7 +33,7 @@ def _encode(
     STEP: tl.constexpr = 1.0 * (1 << EXPONENT)
     steps = (magnitude.to(tl.float32, bitcast=True) + STEP).to(tl.int32, bitcast=True) - ((127 + EXPONENT) << 23)
     code = tl.minimum(tl.where(magnitude < ((128 - BIAS) << 23), steps, normal), LARGEST)
-    return tl.where(magnitude > 0x7F800000, NAN, code | ((bits >> (31 - SIGN)) & (1 << SIGN)))
+    return tl.where(magnitude > 0x7F800000, 0x7F, code | ((bits >> 24) & 0x80))
 
 
 @triton.jit
@@ -46,10 +44,10 @@ def to_fp8(x, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
     if DTYPE == "fp8e4nv":
         if CAPABILITY >= 90:
             return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        return _encode(x, 3, 7, 7, 0x7E, 0x7F).to(tl.uint8)
+        return _encode(x, 3, 7, 0x7E).to(tl.uint8)
     if CAPABILITY >= 90:
         return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    return _encode(x, 2, 15, 7, 0x7B, 0x7F).to(tl.uint8)
+    return _encode(x, 2, 15, 0x7B).to(tl.uint8)
 
 
 @triton.jit

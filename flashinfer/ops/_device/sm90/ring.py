@@ -67,11 +67,11 @@ class Channel:
 
 
 @gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers, each of which completes a phase after ARRIVALS arrivals."""
+def make_barriers(COUNT: gl.constexpr):
+    """COUNT mbarriers, each of which completes a phase with every arrival."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
+        mbarrier.init(barriers.index(i), count=1)
     return barriers
 
 

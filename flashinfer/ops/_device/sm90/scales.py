@@ -186,9 +186,9 @@ def sum_blocks(WG: gl.constexpr, ring: Ring, factors, acc, zeros, step, begin, e
 
 
 @gluon.jit
-def sum_wide_blocks(WG: gl.constexpr, ring: Ring, factors, left, right, zeros, step, begin, end):
-    """sum_blocks for 256 columns. Registers suffice for one tensor core accumulator; the tensor cores work for the
-    other warpgroup while this one scales and adds.
+def sum_wide_blocks(WG: gl.constexpr, ring: Ring, factors, left, right, zeros, step, blocks):
+    """sum_blocks for 256 columns, over `blocks` blocks of K. Registers suffice for one tensor core accumulator; the
+    tensor cores work for the other warpgroup while this one scales and adds.
 
     Between a product and the issue of the next one are only the additions: the waits for the next stage, and the
     barrier of all warps that comes before a release, stand where the tensor cores work for this warpgroup."""
@@ -196,12 +196,12 @@ def sum_wide_blocks(WG: gl.constexpr, ring: Ring, factors, left, right, zeros, s
     # Steps that differ by a multiple of 2 * STAGES, a power of two, have the same stage and phase. The compiler sees
     # that a masked step is not negative.
     MASK: gl.constexpr = 2 * ring.settings.STAGES - 1
-    ring.channel.wait(step & MASK, pred=begin < end)
+    ring.channel.wait(step & MASK, pred=blocks > 0)
     done = zeros
-    for block in range(begin, end):
+    for block in range(0, blocks):
         place = step & MASK
         part = _issue(WG, 0, ring, done, place)
-        ring.channel.release((step - 1) & MASK, pred=block > begin)
+        ring.channel.release((step - 1) & MASK, pred=block > 0)
         left_factor = _factors_of(WG, 0, ring, factors, place, LAYOUT)
         right_factor = _factors_of(WG, 1, ring, factors, place, LAYOUT)
         done, left, right = warpgroup_mma_wait(0, [part, left, right])
@@ -210,9 +210,9 @@ def sum_wide_blocks(WG: gl.constexpr, ring: Ring, factors, left, right, zeros, s
         # The product replaces the sums that were added: it gets their registers, and no others.
         part = _issue(WG, 1, ring, done, place)
         step += 1
-        ring.channel.wait(step & MASK, pred=block + 1 < end)
+        ring.channel.wait(step & MASK, pred=block + 1 < blocks)
         done, left, right = warpgroup_mma_wait(0, [part, left, right])
         right += done * right_factor
         right = warpgroup_mma_wait(0, [right])
-    ring.channel.release((step - 1) & MASK, pred=begin < end)
+    ring.channel.release((step - 1) & MASK, pred=blocks > 0)
     return left, right, step

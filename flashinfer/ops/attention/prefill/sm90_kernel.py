@@ -290,7 +290,7 @@ def attend_sm90_kernel(
     # Without turns there are no mbarriers for them. The compiler would let unused mbarriers share memory with tiles.
     turn = k.channel.full
     if tiles.TURNS:
-        turn = make_barriers(2, 1)
+        turn = make_barriers(2)
     tensors = Tensors(
         q, out, lse, partial.out, partial.lse, work.items, work.counts, work.arrivals, mask.bits, mask.indptr,
         heads.sinks, heads.qk_scale, heads.v_scale, heads.slopes,
@@ -300,6 +300,8 @@ def attend_sm90_kernel(
         numbers.soft_cap, numbers.window_left,
     )  # fmt: skip
     common = (queue, work.items, work.counts, kv_indices, num_kv_heads, numbers.window_left)
+    of_k = common + (k_by.page, k_by.head, k_by.step)
+    of_v = common + (v_by.page, v_by.head, v_by.step)
     if FP8:
         transposed_tiles = _tiles(DTYPE, tiles.STAGES, dims.VO_PAD, tiles.N)
         transposed = make_ring(transposed_tiles, transposed_tiles, tiles.STAGES, 1, 2)
@@ -311,8 +313,8 @@ def attend_sm90_kernel(
                 (transpose_values, (
                     v, transposed, queue, work.items, work.counts, num_kv_heads, numbers.window_left, settings,
                 )),
-                (produce_keys, (k_map, k_rest_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
-                (produce_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
+                (produce_keys, (k_map, k_rest_map, k) + of_k + (settings,)),
+                (produce_values, (v_map, v) + of_v + (settings,)),
             ],
             [4, warps.TRANSPOSE, 1, 1],
             [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
@@ -324,8 +326,8 @@ def attend_sm90_kernel(
                 [
                     (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                     (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                    (widen_keys, (k_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
-                    (widen_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
+                    (widen_keys, (k_map, k) + of_k + (settings,)),
+                    (widen_values, (v_map, v) + of_v + (settings,)),
                 ],
                 [4, WIDEN_WARPS, WIDEN_WARPS],
                 [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
@@ -335,9 +337,7 @@ def attend_sm90_kernel(
                 [
                     (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                     (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                    (gather, (k_map, v_map, k, v) + common + (
-                        k_by.page, k_by.head, k_by.step, v_by.page, v_by.head, v_by.step, settings,
-                    )),
+                    (gather, (k_map, v_map, k, v) + of_k + (v_by.page, v_by.head, v_by.step, settings)),
                 ],
                 [4, 4],
                 [warps.REGISTERS, warps.COPY_REGISTERS],
@@ -348,8 +348,8 @@ def attend_sm90_kernel(
                     [
                         (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                         (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                        (produce_keys, (k_map, k_rest_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
-                        (produce_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
+                        (produce_keys, (k_map, k_rest_map, k) + of_k + (settings,)),
+                        (produce_values, (v_map, v) + of_v + (settings,)),
                     ],
                     [4, 1, 1],
                     [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
@@ -359,18 +359,11 @@ def attend_sm90_kernel(
                     [
                         (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                         (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                        (produce_keys, (k_map, k_rest_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
-                        (produce_upper_keys, (k_map, k_rest_map, k) + common + (
-                            k_by.page, k_by.head, k_by.step, settings,
-                        )),
-                        (produce_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
-                        (produce_upper_values, (v_map, v) + common + (
-                            v_by.page, v_by.head, v_by.step, settings,
-                        )),
+                        (produce_keys, (k_map, k_rest_map, k) + of_k + (settings,)),
+                        (produce_upper_keys, (k_map, k_rest_map, k) + of_k + (settings,)),
+                        (produce_values, (v_map, v) + of_v + (settings,)),
+                        (produce_upper_values, (v_map, v) + of_v + (settings,)),
                     ],
                     [4, 1, 1, 1, 1],
-                    [
-                        warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS,
-                        warps.COPY_REGISTERS,
-                    ],
+                    [warps.REGISTERS] + [warps.COPY_REGISTERS] * 4,
                 )

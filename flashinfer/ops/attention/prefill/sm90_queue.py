@@ -48,7 +48,7 @@ def make_task_queue(READERS: gl.constexpr, FIXED: gl.constexpr):
     reported = words.channel.full
     if FIXED:
         failed = make_slots(4, 1)
-        reported = make_barriers(4, 1)
+        reported = make_barriers(4)
         for i in gl.static_range(4):
             failed.write(i, (-1,))
     return TaskQueue(words, failed, reported)

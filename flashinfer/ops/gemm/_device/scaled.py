@@ -137,17 +137,17 @@ def blocked_product(
 
 @triton.jit
 def unscaled_product(
-    a, a_ok, b, b_ok, b_step, begin, end, K,
+    a, a_ok, b, b_ok, b_step, K,
     A: tl.constexpr, B: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BN, BM]: b @ a.T over the elements from begin to end, multiples of BK, without scales.
+    """float32 [BN, BM]: b @ a.T, without scales.
 
     a [BM] and b [BN] are addresses of rows. With COLUMNS b is stored [K, N]: its row's next element is b_step further.
     COMPUTE is "" where tl.dot takes the codes.
     """
     sum = tl.zeros([BN, BM], tl.float32)
-    for start in range(begin, end, BK):
+    for start in range(0, K, BK):
         if COLUMNS:
             k = start + tl.arange(0, BK)
             at = b[:, None] + (k.to(tl.int64) * b_step)[None, :]

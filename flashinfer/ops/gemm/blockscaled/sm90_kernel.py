@@ -58,7 +58,7 @@ def _consume_wide(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, tiles: 
     for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         left = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
         right = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
-        left, right, step = sum_wide_blocks(WG, ring, factors, left, right, zeros, step, 0, size.steps)
+        left, right, step = sum_wide_blocks(WG, ring, factors, left, right, zeros, step, size.steps)
         to = out + tiles.read(number, 0).to(gl.int64) * out_entry
         row = tiles.read(number, 1) + WG * ROWS
         column = tiles.read(number, 2) * ring.settings.BLOCK_N

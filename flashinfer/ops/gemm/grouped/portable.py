@@ -29,12 +29,14 @@ from flashinfer.ops.gemm.tiles import element, unit
 
 
 @triton.jit
-def find_rows(groups, count, tile, KIND: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr):
+def find_rows(groups, count, tile, KIND: tl.constexpr, BM: tl.constexpr):
     """(group, its first row, row of the tile, end of the group) of tile `tile`; group -1 past the last tile.
 
     Tiles have BM rows and are numbered group after group; a group's last tile ends with the group. With BM 64 and
     offsets 0, 100, 130 tile 1 is (group 0, 0, 64, 100) and tile 2 is (group 1, 100, 100, 130).
     """
+    # Groups looked at together.
+    CHUNK: tl.constexpr = 256
     group = tl.full([], -1, tl.int32)
     begin = tl.full([], 0, tl.int64)
     row = begin
@@ -82,7 +84,7 @@ def group_tile(
         at_b += column.to(tl.int64) * multiple(b.row, b.UNIT)
     if SCALE == "":
         sum = unscaled_product(
-            at_a, row_ok, at_b, column_ok, multiple(b.k, b.UNIT), 0, K, K,
+            at_a, row_ok, at_b, column_ok, multiple(b.k, b.UNIT), K,
             a.FORMAT, b.FORMAT, COMPUTE, b.COLUMNS_FIRST, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     elif SCALE == "fp32":
@@ -144,7 +146,7 @@ def grouped_kernel(
             factor_row = row
             exists = (tile % tiles) * BM < tl.load(groups + group)
         else:
-            group, begin, first, end = find_rows(groups, count, tile, KIND, BM, 256)
+            group, begin, first, end = find_rows(groups, count, tile, KIND, BM)
             entry = 0
             row = (first + lane).to(tl.int32)
             row_ok = (row >= 0) & (row < tl.minimum(end, M))

@@ -23,13 +23,10 @@ def _add(a, b):
 
 
 @gluon.jit
-def _next_groups(
-    groups, first, start, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, PER_LANE: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def _next_groups(groups, first, start, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, PER_LANE: gl.constexpr):
     """For the groups from `first` on: first rows, ends, numbers of tiles, and the row where the next groups begin.
     With KIND "lengths" the first of these groups begins at row `start`; other kinds do not use it."""
-    g = first + gl.arange(0, PER_LANE * _LANES, gl.BlockedLayout([PER_LANE], [_LANES], [WARPS], [0]))
+    g = first + gl.arange(0, PER_LANE * _LANES, gl.BlockedLayout([PER_LANE], [_LANES], [gl.num_warps()], [0]))
     ends = gl.load(groups + g + (KIND == "offsets"), mask=g < count, other=0)
     ends = gl.minimum(gl.maximum(ends, 0), M).to(gl.int32)
     begins = gl.zeros_like(ends)
@@ -46,24 +43,20 @@ def _next_groups(
 
 
 @gluon.jit
-def count_tiles(
-    groups, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, PER_LANE: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
+def count_tiles(groups, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, PER_LANE: gl.constexpr):
     """The number of tiles of rows of all groups."""
     tiles = gl.cdiv(M, BLOCK_M)
     if KIND != "indices":
         tiles = 0
         start = 0
         for first in range(0, count, PER_LANE * _LANES):
-            begins, ends, values, start = _next_groups(groups, first, start, count, M, KIND, BLOCK_M, PER_LANE, WARPS)
+            begins, ends, values, start = _next_groups(groups, first, start, count, M, KIND, BLOCK_M, PER_LANE)
             tiles += gl.sum(values, 0)
     return tiles
 
 
 @gluon.jit
-def _find_tile(
-    groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, PER_LANE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def _find_tile(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, PER_LANE: gl.constexpr):
     """(group, first row, end of the group) of tile `tile`, which exists."""
     group = -1
     row = 0
@@ -72,7 +65,7 @@ def _find_tile(
     first = 0
     start = 0
     while group < 0:
-        begins, ends, tiles, start = _next_groups(groups, first, start, count, M, KIND, BLOCK_M, PER_LANE, WARPS)
+        begins, ends, tiles, start = _next_groups(groups, first, start, count, M, KIND, BLOCK_M, PER_LANE)
         inside = tile - before - (gl.associative_scan(tiles, 0, _add) - tiles)
         inside_tile = (inside >= 0) & (inside < tiles)
         lane = gl.arange(0, PER_LANE * _LANES, inside_tile.type.layout)
@@ -85,32 +78,30 @@ def _find_tile(
 
 
 @gluon.jit
-def _next_of_rows(groups, row, after, count, M, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+def _next_of_rows(groups, row, after, count, M, BLOCK_M: gl.constexpr):
     """The least group above `after` among the groups of BLOCK_M rows from `row` on; `count` if there is none."""
-    rows = row + opaque(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [_LANES], [WARPS], [0])))
+    rows = row + opaque(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [_LANES], [gl.num_warps()], [0])))
     found = gl.load(groups + rows, mask=rows < M, other=-1)
     return gl.min(gl.where((found > after) & (found < count), found, count).to(gl.int32), 0)
 
 
 @gluon.jit
-def first_of(
-    groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, PER_LANE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def first_of(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, PER_LANE: gl.constexpr):
     """(group, first row, end) of the first product of a tile; the group is `count` if the tile has none."""
     if KIND == "indices":
         row = tile * BLOCK_M
-        group = _next_of_rows(groups, row, -1, count, M, BLOCK_M, WARPS)
+        group = _next_of_rows(groups, row, -1, count, M, BLOCK_M)
         end = M
     else:
-        group, row, end = _find_tile(groups, tile, count, M, KIND, BLOCK_M, PER_LANE, WARPS)
+        group, row, end = _find_tile(groups, tile, count, M, KIND, BLOCK_M, PER_LANE)
     return group, row, end
 
 
 @gluon.jit
-def group_after(groups, row, group, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+def group_after(groups, row, group, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
     """The group of a tile's next product after that of `group`; `count` if there is none."""
     if KIND == "indices":
-        group = _next_of_rows(groups, row, group, count, M, BLOCK_M, WARPS)
+        group = _next_of_rows(groups, row, group, count, M, BLOCK_M)
     else:
         group = count
     return group

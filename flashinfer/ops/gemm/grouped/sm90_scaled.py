@@ -47,13 +47,13 @@ def _produce(a_map, b_map, groups, sizes, ring: Ring, KIND: gl.constexpr):
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
-        group, row, last = first_of(groups, tile, count, M, KIND, BLOCK_M, 1, 1)
+        group, row, last = first_of(groups, tile, count, M, KIND, BLOCK_M, 1)
         if KIND == "indices":
             step = _skip(ring, step, group == count)
         while group < count:
             entry = group if KIND == "counts" else 0
             step = copy_blocks(a_map, b_map, ring, step, entry, row, group, tile_n * settings.BLOCK_N, 0, steps)
-            group = group_after(groups, row, group, count, M, KIND, BLOCK_M, 1)
+            group = group_after(groups, row, group, count, M, KIND, BLOCK_M)
 
 
 @gluon.jit
@@ -81,13 +81,13 @@ def _load_scales(
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
         column = tile_n * settings.BLOCK_N
-        group, row, last = first_of(groups, tile, count, M, KIND, BLOCK_M, 1, 1)
+        group, row, last = first_of(groups, tile, count, M, KIND, BLOCK_M, 1)
         if KIND == "indices":
             products.write(number, -1, 0, 0, 0, 0)
             step = _skip(ring, step, group == count)
             number += (group == count).to(gl.int32)
         while group < count:
-            after = group_after(groups, row, group, count, M, KIND, BLOCK_M, 1)
+            after = group_after(groups, row, group, count, M, KIND, BLOCK_M)
             products.write(number, group, row, last, tile_n, (after < count).to(gl.int32))
             if KIND == "indices":
                 products.write_rows(number, groups, row, M)
@@ -130,7 +130,7 @@ def _consume(
             acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
             if WIDE:
                 right = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-                acc, right, step = sum_wide_blocks(WG, ring, factors, acc, right, zeros, step, 0, steps)
+                acc, right, step = sum_wide_blocks(WG, ring, factors, acc, right, zeros, step, steps)
             else:
                 acc, step = sum_blocks(WG, ring, factors, acc, zeros, step, 0, steps)
             group, row, last, tile_n = products.read(number)
@@ -175,7 +175,7 @@ def grouped_sm90_kernel(
     # least one stage, so with STAGES + 2 slots a record is overwritten only after it was read.
     products = make_products(make_slots(STAGES + 2, 4), KIND_ARG, settings)
     staging = make_staging(OUT, 64)
-    tiles = count_tiles(groups, count, M, KIND, BLOCK_M, 1, 4)
+    tiles = count_tiles(groups, count, M, KIND, BLOCK_M, 1)
     # Opaque values are computed once, here. Otherwise the compiler would repeat their computation in each role, ahead
     # of its loop, where it takes registers.
     sizes = (M, N, opaque(gl.cdiv(K, 128 * UNROLL)), count, opaque(tiles))

@@ -39,13 +39,13 @@ def _produce(
     M, N, steps, count, weight_count = sizes
     settings = ring.settings
     BLOCK_M: gl.constexpr = settings.A_PARTS * ROWS
-    tiles = count_tiles(groups, count, M, KIND, BLOCK_M, _PER_LANE, 1)
+    tiles = count_tiles(groups, count, M, KIND, BLOCK_M, _PER_LANE)
     tiles_n = gl.cdiv(N, settings.BLOCK_N)
     step = 0
     number = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
-        group, row, end = first_of(groups, tile, count, M, KIND, BLOCK_M, _PER_LANE, 1)
+        group, row, end = first_of(groups, tile, count, M, KIND, BLOCK_M, _PER_LANE)
         while group < count:
             weight = group
             if WEIGHTS:
@@ -59,7 +59,7 @@ def _produce(
                 number += 1
                 entry = group if KIND == "counts" else 0
                 step = copy_blocks(a_map, b_map, ring, step, entry, row, weight, tile_n * settings.BLOCK_N, 0, steps)
-            group = group_after(groups, row, group, count, M, KIND, BLOCK_M, 1)
+            group = group_after(groups, row, group, count, M, KIND, BLOCK_M)
     published.acquire(number)
     products.write(number, -1, 0, 0, 0, 0)
     published.commit(number)

@@ -135,7 +135,7 @@ def _consume(
         if FP8:
             left = gl.zeros([ROWS, _HALF], gl.float32, LAYOUT)
             right = gl.zeros([ROWS, _HALF], gl.float32, LAYOUT)
-            left, right, step = sum_wide_blocks(WG, ring, factors, left, right, zeros, step, 0, steps)
+            left, right, step = sum_wide_blocks(WG, ring, factors, left, right, zeros, step, steps)
         else:
             acc = gl.zeros([ROWS, 2 * _HALF], gl.float32, LAYOUT)
             acc, step = sum_products(WG, ring, acc, step, 0, steps)

@@ -106,7 +106,7 @@ def make_ring(STAGES: gl.constexpr, DTYPE: gl.constexpr, CHANNELS: gl.constexpr,
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 33 arrivals: one for the TMA copies, and one of each lane for the factors.
     channel = make_channel(STAGES, 33, PARTS)
-    systems = Channel(make_barriers(STAGES, 1), channel.empty)
+    systems = Channel(make_barriers(STAGES), channel.empty)
     return Ring(k, q, last, v, a, p, factors, channel, systems, CHANNELS, PARTS)
 
 
