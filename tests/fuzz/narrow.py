@@ -8,6 +8,7 @@ from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
 from flashinfer.testing.fuzz import FP8, Call
 from tests.ops.gemm import scaled
+from tests.ops.tensor_cores import adds_fp8_in_few_bits, fp8_dots_error
 
 ELEMENTS = ("e4m3", "e5m2")
 # Column blocks of a scale do not have to divide N, nor tiles of 128 rows M.
@@ -32,9 +33,20 @@ def one(draw, value):
     return x.view(draw.pick((), (1,), (1, 1)))
 
 
-def compare(out, wide_a, wide_b, factor=1.0, what="out"):
+def in_few_bits(out, truth, wide_a, wide_b, factor):
+    """Whether Hopper's tensor cores added codes of 8 bits up, whose sums then have the error of few bits; checked."""
+    if out.dtype != torch.float32 or not adds_fp8_in_few_bits(out.device):
+        return False
+    error, most = (out.double() - truth).abs(), fp8_dots_error(wide_a, wide_b.mT) * factor + 2.0**-22 * truth.abs()
+    assert bool((error <= most).all()), f"error {float((error - most).max()):.3g} above {float(most.max()):.3g}"
+    return True
+
+
+def compare(out, wide_a, wide_b, factor=1.0, what="out", eight_bits=False):
     """`out` against the product of float64 operands, times a factor."""
     truth = wide_a @ wide_b.mT * factor
+    if eight_bits and in_few_bits(out, truth, wide_a, wide_b, factor):
+        return
     same = ((wide_a.float() @ wide_b.float().mT) * factor).to(out.dtype)
     # Products cancel in a result of few elements.
     terms = float((wide_a.abs() @ wide_b.abs().mT * factor).max()) if out.numel() and wide_a.shape[-1] else 0.0
@@ -69,7 +81,7 @@ def bmm_fp8(draw):
     arguments = dict(A=draw.laid(a), B=b.mT, A_scale=scales[0], B_scale=scales[1], dtype=dtype) | given
     factor = float(scales[0]) * float(scales[1])
     return Call(gemm.bmm_fp8, arguments, lambda out: right(
-        out, given["out"], dtype, lambda out: compare(out, wide_a, wide_b, factor)))  # fmt: skip
+        out, given["out"], dtype, lambda out: compare(out, wide_a, wide_b, factor, eight_bits=True)))  # fmt: skip
 
 
 def mm_fp8(draw):
@@ -85,7 +97,7 @@ def mm_fp8(draw):
     arguments = dict(a=draw.laid(a), b=weight, alpha=alpha, out_dtype=dtype) | given
     factor = 1.0 if alpha is None else float(alpha)
     return Call(gemm.mm_fp8, arguments, lambda out: right(
-        out, given["out"], dtype, lambda out: compare(out, wide_a, wide_b, factor)))  # fmt: skip
+        out, given["out"], dtype, lambda out: compare(out, wide_a, wide_b, factor, eight_bits=True)))  # fmt: skip
 
 
 def mm_mxfp8(draw):
@@ -145,7 +157,7 @@ def groups_of(draw):
     return lens, generate.indptr(lens).int().to(draw.device)
 
 
-def compare_groups(out, lens, wide_a, wide_b, factors=None):
+def compare_groups(out, lens, wide_a, wide_b, factors=None, eight_bits=False):
     """Each group's rows against its own weight."""
     wide = [part @ w.mT for part, w in zip(wide_a.split(lens), wide_b)]
     if out.numel():
@@ -153,6 +165,11 @@ def compare_groups(out, lens, wide_a, wide_b, factors=None):
         if factors is not None:
             factor = torch.cat([f.double().expand(n) for f, n in zip(factors, lens)])[:, None]
         narrow = torch.cat([part.float() @ w.float().mT for part, w in zip(wide_a.split(lens), wide_b)])
+        if eight_bits and out.dtype == torch.float32 and adds_fp8_in_few_bits(out.device):
+            for i, (mine, part, w) in enumerate(zip(out.split(lens), wide_a.split(lens), wide_b)):
+                of_group = 1.0 if factors is None else float(factors[i])
+                in_few_bits(mine, wide[i] * of_group, part, w, of_group)
+            return
         most = torch.cat([part.abs() @ w.abs().mT for part, w in zip(wide_a.split(lens), wide_b)]) * factor
         assert_close(out, (narrow * factor).to(out.dtype), torch.cat(wide) * factor, terms=float(most.max()))
 
@@ -167,7 +184,7 @@ def grouped_fp8(draw):
     given, dtype = result_of(draw, sum(lens), n)
     arguments = dict(a=draw.laid(a), b=b, m_indptr=indptr, alpha=alpha, out_dtype=dtype) | given
     return Call(grouped_mm.grouped_mm_fp8, arguments, lambda out: right(
-        out, given["out"], dtype, lambda out: compare_groups(out, lens, wide_a, wide_b, factors)))  # fmt: skip
+        out, given["out"], dtype, lambda out: compare_groups(out, lens, wide_a, wide_b, factors, True)))  # fmt: skip
 
 
 def grouped_blocks(draw):
@@ -248,7 +265,7 @@ def scaled_groups(draw):
         arguments |= dict(m_indices=ids, a_scale=a_scale, b_scale=b_scale)
         function = gemm.group_deepgemm_fp8_nt_groupwise
     return Call(function, arguments, lambda out: right(
-        out, given["out"], dtype, lambda out: compare_groups(out, lens, wide_a, wide_b)))  # fmt: skip
+        out, given["out"], dtype, lambda out: compare_groups(out, lens, wide_a, wide_b, eight_bits=True)))  # fmt: skip
 
 
 def masked(draw):
@@ -265,7 +282,7 @@ def masked(draw):
     def check(out):
         rows = [x[:c] for x, c in zip(wide_a, lens)]
         kept = torch.cat([x[:c] for x, c in zip(out, lens)])
-        compare_groups(kept, lens, torch.cat(rows), wide_b)
+        compare_groups(kept, lens, torch.cat(rows), wide_b, eight_bits=True)
 
     arguments |= dict(scale_granularity_mnk=(gm, gn, gk), out_dtype=dtype) | given
     function = gemm.batch_deepgemm_fp8_nt_groupwise
