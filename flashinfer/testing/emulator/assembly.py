@@ -14,8 +14,9 @@ _WIDEN = re.compile(r"\.reg \.b16 lo, hi;.*cvt\.rn\.f16x2\.(e4m3|e5m2)x2")
 
 # Codes of a word times a factor, which stands twice in another word; a factor in e4m3 as such a word.
 _TIMES_FP8 = re.compile(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2 h, second;")
-_TIMES_E2M1 = "prmt.b32 high, 0x3F3F3F00, 0x40404040, magnitudes;"
-_FACTOR = "cvt.u16.u32 code, $1;"
+_TIMES_E2M1 = "mul.lo.u32 $0, $0, 0x1040;"
+_BY_2_126 = "mov.b32 most, 0x7E807E80;"
+_FACTOR = "mul.f32 x, x, 0f7A800000;"
 # 2^x of several numbers, some of them by a polynomial.
 _BY_FMA = "max.NaN.f32 t, $"
 
@@ -49,13 +50,10 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
         return Tensor(rounded(args[0].a, tl.bfloat16), tl.bfloat16, args[0].layout)
     if _FACTOR in asm:
         codes = (args[0].a & 0xFF).astype(np.uint8)
-        return Tensor(_twice(encode(decode(codes, tl.float8e4nv), tl.bfloat16)), tl.int32, args[0].layout)
+        scaled = decode(codes, tl.float8e4nv) * np.float32(2.0**118)
+        return Tensor(_twice(encode(scaled, tl.bfloat16)), tl.int32, args[0].layout)
     if _TIMES_E2M1 in asm and pack == 4:
-        bytes_of = args[0].a.reshape(*args[0].shape[:-1], -1, 4, 1)
-        codes = np.concatenate([bytes_of & 0xF, bytes_of >> 4], -1).reshape(*args[0].shape[:-1], -1, 2, 4)
-        magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7]
-        values = np.where(codes & 8, -magnitude, magnitude)
-        return tuple(_times(values[..., i, :].reshape(args[0].shape), *args) for i in range(2))
+        return _pairs(*args, _BY_2_126 in asm)
     found = _TIMES_FP8.search(asm)
     if found and pack == 4:
         return _times(decode(args[0].a, tl.float8e4nv if found[1] == "e4m3" else tl.float8e5), *args)
@@ -89,6 +87,19 @@ def _times(values: np.ndarray, bytes_of: Tensor, factors: Tensor) -> Tensor:
     """Values, four neighbours of which are those of a word, times the bfloat16 of each word's factor."""
     factor = decode((np.broadcast_to(factors.a, values.shape) & 0xFFFF).astype(np.uint16), tl.bfloat16)
     return Tensor(rounded(values * factor, tl.bfloat16), tl.bfloat16, bytes_of.layout)
+
+
+def _pairs(bytes_of: Tensor, factors: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    """Eight e2m1 codes of a word, two of them four codes apart to an instruction, times the word's factor.
+
+    whole : the value itself, not its bits as a bfloat16, which are the value over 2^126, is multiplied."""
+    shape = bytes_of.shape
+    word = np.ascontiguousarray(bytes_of.a).view(np.uint32)[..., None]
+    mask = np.array([0x000F000F, 0x00F000F0], np.uint32)
+    times = np.array([0x1040, 0x0104], np.uint32)
+    two = [(part & mask) * times & np.uint32(0x81C081C0) for part in (word, word >> np.uint32(8))]
+    values = [decode(x.view(np.uint16), tl.bfloat16) * np.float32(2.0**126 if whole else 1) for x in two]
+    return tuple(_times(x.reshape(shape), bytes_of, factors) for x in values)
 
 
 def _columns_of_pairs(x: Tensor) -> Tensor:

@@ -82,8 +82,9 @@ class Widen:
         Rows of codes can be read 16 bytes at a time, factors 4 at a time.
     whole : bool
         K is a multiple of 256.
-    arranged : bool
-        Columns of `out` are in the order of `sm90_widened_kernel.py`; K is a multiple of 128.
+    arranged : int
+        Columns of `out` are in the order of `sm90_widened_kernel.py`, where columns this far apart, 1 or 4, are
+        neighbours, and K is a multiple of 128. 0: they are in their own order.
     """
 
     encoding: str
@@ -93,7 +94,7 @@ class Widen:
     shuffled: bool = False
     aligned: bool = True
     whole: bool = True
-    arranged: bool = False
+    arranged: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _widen_catalog() -> Iterator[Widen]:
     yield Widen("e2m1", "ue8m0", 32, "8x4", shuffled=True, whole=False)
     yield Widen("fp8e4nv", "ue8m0", 32, "128x4")
     yield Widen("fp8e5", "ue8m0", 32, "linear", aligned=False, whole=False)
-    yield Widen("bf16", "", 16, "", whole=False, arranged=True)
+    yield Widen("bf16", "", 16, "", whole=False, arranged=4)
 
 
 blockscaled = Op(

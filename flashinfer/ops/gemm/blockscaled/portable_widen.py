@@ -44,9 +44,9 @@ def widen_kernel(
     else:
         wide = widen_blocks(found, factors, FORMAT, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
     if ARRANGED:
-        # Of 128 columns, 32 c + 2 i + e goes to 8 i + 2 c + e.
-        pairs = tl.reshape(wide, [ROWS, BK // 128, 4, 16, 2])
-        wide = tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), [ROWS, BK])
+        # Of 128 columns, 32 c + 2 ARRANGED j + ARRANGED e + i goes to 8 ARRANGED j + 8 i + 2 c + e.
+        pairs = tl.reshape(wide, [ROWS, BK // 128, 4, 16 // ARRANGED, 2, ARRANGED])
+        wide = tl.reshape(tl.permute(pairs, (0, 1, 3, 5, 2, 4)), [ROWS, BK])
     column = start + tl.arange(0, BK)
     K = multiple(K, 16)
     if SHUFFLED:

@@ -18,8 +18,9 @@ def run(problem, config, codes, scale, out):
         # Stored row 8 i + j of each 32 is row 4 j + i.
         wide = wide.unflatten(1, (-1, 4, 8)).transpose(2, 3).flatten(1, 3)
     if problem.arranged:
-        # Of 128 columns, 32 c + 2 i + e goes to 8 i + 2 c + e.
-        wide = wide.unflatten(2, (-1, 4, 16, 2)).transpose(3, 4).flatten(2)
+        # Of 128 columns, 32 c + 2 a j + a e + i goes to 8 a j + 8 i + 2 c + e.
+        apart = problem.arranged
+        wide = wide.unflatten(2, (-1, 4, 16 // apart, 2, apart)).permute(0, 1, 2, 4, 6, 3, 5).flatten(2)
     out.copy_(wide)
 
 

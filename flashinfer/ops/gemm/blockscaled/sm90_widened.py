@@ -63,7 +63,7 @@ widened_sm90 = Launcher("widened_sm90", build)
 def _arranged(p) -> Widen:
     """The problem of bringing the tokens into the order of the kernel."""
     scale = p.scale if p.a_layout else ""
-    return Widen(p.a, scale, p.width, p.a_layout, whole=False, arranged=True)
+    return Widen(p.a, scale, p.width, p.a_layout, whole=False, arranged=4 if p.b == "e2m1" else 1)
 
 
 def kernels(p, c):

@@ -2,11 +2,12 @@
 
 B, the weight, is wgmma's first operand, from registers; A, the tokens, is the second, from shared memory. A thread
 reads 32 successive codes of a row of B and widens them: codes times factors, bfloat16. wgmma wants other columns of
-each thread, so the columns of A were brought into the order of B's registers (`portable_widen.py`): of 128 columns,
-column 32 c + 4 j + 2 h + e is at 16 j + 8 h + 2 c + e.
+each thread, so the columns of A were brought into the order of B's registers (`portable_widen.py`). A register has the
+products of two codes, which are APART: 4 columns with e2m1, where a word's codes 0 and 4 are decoded at once, 1 with
+FP8. Of 128 columns, column 32 c + 2 APART j + APART e + i is at 8 APART j + 8 i + 2 c + e.
 
-    column     0  1  2  3  4 ... 32 33     belongs to thread 0 of a row's four, ... thread 1
-    is at      0  1  8  9 16 ...  2  3
+    column, APART = 4     0  1  2  3  4  5 ... 8 ... 32     belongs to thread 0 of a row's four, ... thread 1
+    is at                 0  8 16 24  1  9 .. 32 ...  2
 
 Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, with 64
 rows of B each, and one producer warp that copies A, codes and factors. While the tensor cores multiply one operand, a
@@ -30,34 +31,45 @@ _BITS = {"e2m1": 4, "fp8e4nv": 8, "fp8e5": 8}
 TILE = gl.constexpr(128)
 _BLOCK = gl.constexpr(128)
 
-# A word of eight e2m1 codes ($4) times a factor, twice in a word ($5): four words of two bfloat16 each, in order.
+# A word of eight e2m1 codes ($4) times a factor, twice in a word ($5): codes 0 and 4, 1 and 5, 2 and 6, 3 and 7, as two
+# bfloat16 in a word each.
 #
-# prmt looks up four codes at a time: a magnitude selects the high byte of its bfloat16 from one table of eight bytes,
-# the low byte from another. Signs go to the highest bits of the high bytes.
+# An e2m1 in the sign, the two lowest exponent bits and the highest mantissa bit of a bfloat16 is the value over 2^126.
+# A multiplication puts a code's sign and its other bits in their places at once. SCALED stands for what makes products
+# of these: factors are multiplied by 2^118 before, and sums by the other 2^8, _REST; or the value by 2^126 first, where
+# factors have all exponents.
 _FROM_E2M1 = """
 {
-.reg .b32 magnitudes, shifted, signs, high, low, none;
+.reg .b32 shifted, none;
 mov.b32 none, 0x80008000;
-and.b32 magnitudes, $4, 0x77777777;
-shl.b32 shifted, $4, 4;
-prmt.b32 high, 0x3F3F3F00, 0x40404040, magnitudes;
-prmt.b32 low, 0xC0800000, 0xC0804000, magnitudes;
-prmt.b32 signs, shifted, $4, 0x5140;
-lop3.b32 high, high, signs, 0x80808080, 0xF8;
-prmt.b32 $0, low, high, 0x5140;
-prmt.b32 $1, low, high, 0x7362;
-shr.u32 magnitudes, magnitudes, 16;
-prmt.b32 high, 0x3F3F3F00, 0x40404040, magnitudes;
-prmt.b32 low, 0xC0800000, 0xC0804000, magnitudes;
-prmt.b32 signs, shifted, $4, 0x7362;
-lop3.b32 high, high, signs, 0x80808080, 0xF8;
-prmt.b32 $2, low, high, 0x5140;
-prmt.b32 $3, low, high, 0x7362;
+shr.u32 shifted, $4, 8;
+and.b32 $0, $4, 0x000F000F;
+and.b32 $1, $4, 0x00F000F0;
+and.b32 $2, shifted, 0x000F000F;
+and.b32 $3, shifted, 0x00F000F0;
+mul.lo.u32 $0, $0, 0x1040;
+mul.lo.u32 $1, $1, 0x0104;
+mul.lo.u32 $2, $2, 0x1040;
+mul.lo.u32 $3, $3, 0x0104;
+and.b32 $0, $0, 0x81C081C0;
+and.b32 $1, $1, 0x81C081C0;
+and.b32 $2, $2, 0x81C081C0;
+and.b32 $3, $3, 0x81C081C0;
+SCALED
 fma.rn.bf16x2 $0, $0, $5, none;
 fma.rn.bf16x2 $1, $1, $5, none;
 fma.rn.bf16x2 $2, $2, $5, none;
 fma.rn.bf16x2 $3, $3, $5, none;
 }
+"""
+_REST = gl.constexpr(256.0)
+_BY_2_126 = """
+.reg .b32 most;
+mov.b32 most, 0x7E807E80;
+fma.rn.bf16x2 $0, $0, most, none;
+fma.rn.bf16x2 $1, $1, most, none;
+fma.rn.bf16x2 $2, $2, most, none;
+fma.rn.bf16x2 $3, $3, most, none;
 """
 # A word of four FP8 codes ($2) times a factor, twice in a word ($3): two words of two bfloat16 each.
 _FROM_FP8 = """
@@ -81,7 +93,7 @@ cvt.rn.bf16x2.f32 h, y, x;
 fma.rn.bf16x2 $1, h, $3, none;
 }
 """
-# An e4m3 in the lowest byte as bfloat16, twice.
+# An e4m3 in the lowest byte times 2^118 as bfloat16, twice.
 _FROM_UE4M3 = """
 {
 .reg .b16 code, a, b;
@@ -91,11 +103,13 @@ cvt.u16.u32 code, $1;
 cvt.rn.f16x2.e4m3x2 h, code;
 mov.b32 {a, b}, h;
 cvt.f32.f16 x, a;
+mul.f32 x, x, 0f7A800000;
 cvt.rn.bf16x2.f32 $0, x, x;
 }
 """
 _TEXTS = {
-    "e2m1": _FROM_E2M1,
+    "e2m1 ue4m3": _FROM_E2M1.replace("SCALED", ""),
+    "e2m1 ue8m0": _FROM_E2M1.replace("SCALED", _BY_2_126),
     "fp8e4nv": _FROM_FP8.replace("KIND", "e4m3"),
     "fp8e5": _FROM_FP8.replace("KIND", "e5m2"),
     "ue4m3": _FROM_UE4M3,
@@ -184,7 +198,7 @@ def _pairs(codes, SCALE: gl.constexpr):
 
 
 @gluon.jit
-def _widened(bytes, factor, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
+def _widened(bytes, factor, FORMAT: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
     """Bytes of codes [64, 4, .] times the factors [64, 4] as wgmma's first operand, bfloat16 [64, 64]: each thread's
     own."""
     WORDS: gl.constexpr = bytes.shape[2] // 4
@@ -193,10 +207,10 @@ def _widened(bytes, factor, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
     # Four bytes at a time, as a word.
     if FORMAT == "e2m1":
         first, second = gl.inline_asm_elementwise(
-            _text("e2m1"), "=&r,=&r,=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16),
+            _text("e2m1 " + SCALE), "=&r,=&r,=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16),
             is_pure=True, pack=4,
         )  # fmt: skip
-        # rows, threads, words, h, e, half of a word
+        # rows, threads, words, pair of first or second, which of a pair, first or second
         wide = gl.join(first, second).reshape([64, 4, WORDS, 2, 2, 2]).permute([0, 2, 5, 3, 1, 4])
     else:
         wide = gl.inline_asm_elementwise(
@@ -243,7 +257,7 @@ class Weights:
             found = found >> (thread % 2 * 16 + 8 * HALF)
         else:
             found = found >> (thread * 8)
-        return _widened(both[HALF], _pairs(found, self.SCALE), self.FORMAT, OPERAND)
+        return _widened(both[HALF], _pairs(found, self.SCALE), self.FORMAT, self.SCALE, OPERAND)
 
 
 @aggregate
@@ -407,9 +421,9 @@ def _consume(
         step += 1
         read += 1
         # Loaded here and not before the loop over K, through which it would take a register.
-        factor = 1.0
+        factor = _REST if weights.FORMAT == "e2m1" and weights.SCALE == "ue4m3" else 1.0
         if ALPHA:
-            factor = gl.load(alpha)
+            factor *= gl.load(alpha)
         to = (out + entry.to(gl.int64) * out_entry, partial, arrived)
         _finish(
             acc, factor, staging.index(WG), to, 2 * tile + WG, index, size.slices, tile_m * COLUMNS,

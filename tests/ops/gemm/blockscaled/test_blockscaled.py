@@ -278,20 +278,23 @@ def test_widen(variant, device, element, factor, width, k, layout, shuffled):
 
 
 @pytest.mark.parametrize("element", ["bf16", "e2m1"])
-def test_columns_in_the_order_of_fragments(device, variant, element):
-    """Of 128 columns, a row's thread c has 32 c to 32 c + 31; wgmma reads pairs 2 c and 2 c + 8 of each 16 from it."""
+@pytest.mark.parametrize("apart", [1, 4])
+def test_columns_in_the_order_of_fragments(device, variant, element, apart):
+    """Of 128 columns, a row's thread c has 32 c to 32 c + 31; wgmma reads pairs 2 c and 2 c + 8 of each 16 from it. Its
+    registers have neighbours, or the columns j and j + 4 of eight."""
     k = 384
     x = scaled.operand((2, 5, k), "e2m1", "ue4m3", 16, device)
     values = x.values.to(BF16)
     given = (x.codes, x.arranged("128x4")) if element == "e2m1" else (values, None)
     scale = ("ue4m3", 16, "128x4") if element == "e2m1" else ("", 16, "")
     guard = generate.Guarded((2, 5, k), BF16, device)
-    room.widen(room.Widen(element, *scale, whole=False, arranged=True), device).run(*given, guard.out)
+    room.widen(room.Widen(element, *scale, whole=False, arranged=apart), device).run(*given, guard.out)
     guard.check()
     for block in range(0, k, 128):
-        for c, j, h, e in itertools.product(range(4), range(8), range(2), range(2)):
-            found = guard.out[:, :, block + 16 * j + 8 * h + 2 * c + e]
-            assert_bitwise(found, values[:, :, block + 32 * c + 4 * j + 2 * h + e])
+        for c, register, e in itertools.product(range(4), range(16), range(2)):
+            found = guard.out[:, :, block + 8 * register + 2 * c + e]
+            column = 2 * register + e if apart == 1 else register // 4 * 8 + register % 4 + 4 * e
+            assert_bitwise(found, values[:, :, block + 32 * c + column])
 
 
 @pytest.mark.parametrize("arch, least", [("90a", 129), ("80", 512), ("89", 512), ("100a", None), ("120a", None)])
