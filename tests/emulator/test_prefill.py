@@ -140,6 +140,24 @@ def test_fp8_quickly():
     check_fp8(1)
 
 
+@pytest.mark.parametrize("scales, options", (
+    ((0.5, 1.5), Options(causal=True)), ((2.0, -0.7), Options()), ((0.0, 1.0), Options(causal=True)),
+    ((1e-45, 1.0), Options(causal=True)),
+    ((0.5, 1.5), Options(causal=True, sm_scale=-0.1)), ((0.5, 1.5), Options(causal=True, logits_soft_cap=1.5)),
+))  # fmt: skip
+def test_fp8_scales_of_heads(scales, options):
+    """A head's scale is part of its exponents, or its logits are multiplied first."""
+    x = fp8.batch("cpu", *LENGTHS, heads=(4, 2), dim=64)
+    q_scale = torch.tensor([*scales, 1.25, 0.75])
+    with emulate("90a", seed=0) as launched:
+        out, lse = run_ragged(x, options, "sm90", plan=fp8.OUT, run=dict(q_scale=q_scale))
+    assert "attend_sm90_kernel" in launched
+    for head, scale in enumerate(q_scale.tolist()):
+        q, keys = slice(head, head + 1), slice(head // 2, head // 2 + 1)
+        one = generate.Ragged(x.q[:, q], x.k[:, keys], x.v[:, keys], x.qo_indptr, x.kv_indptr)
+        fp8.check((out[:, q], lse[:, q]), one, options, Extras(q_scale=scale))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("dim, name, page_size, seed", pairs(
     (64, 128), ("causal", "full", "window", "soft cap", "alibi"), (0, 16, 128), SEEDS

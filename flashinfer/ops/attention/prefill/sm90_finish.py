@@ -44,7 +44,7 @@ def view_of(record, kv_head, rows, tensors: Tensors, scalars: Scalars, settings:
     head = (kv_head - token) * settings.GROUP + packed
     scale = gl.full([ROWS], 1.0, gl.float32, rows.type.layout) * scalars.sm_scale
     if settings.HEAD_SCALES:
-        scale *= gl.load(tensors.qk_scale + head, mask=row_ok, other=0.0)
+        scale *= gl.load(tensors.qk_scale + head, mask=row_ok, other=1.0)
     slopes = scale
     if settings.ALIBI:
         slopes = gl.load(tensors.alibi_slopes + head, mask=row_ok, other=0.0)
@@ -58,6 +58,17 @@ def view_of(record, kv_head, rows, tensors: Tensors, scalars: Scalars, settings:
         scale, slopes, token, token + kv_len - q_len, row_ok, gl.load(record + ITEM_KV_END), kv_len, bits,
         scalars.soft_cap, scalars.window_left, request, head,
     )  # fmt: skip
+
+
+@gluon.jit
+def all_positive(tensors: Tensors, scalars: Scalars, kv_head, settings: Settings):
+    """Whether the factors of all heads of the group are positive, and none is so small that it is 0. A loop over
+    scalars takes none of the registers that a reduction over rows would keep for all tasks."""
+    found = kv_head >= 0
+    for i in range(settings.GROUP):
+        scale = scalars.sm_scale * gl.load(tensors.qk_scale + kv_head * settings.GROUP + i)
+        found = found & (scale * LOG2E > 0)
+    return found
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ from flashinfer.ops._device.sm90.ring import make_barriers
 from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
 from flashinfer.ops.attention._device.sm90_fixed_shift import DOUBTFUL, FAILED, verdict
-from flashinfer.ops.attention.prefill.sm90_finish import finish, rows_of, rows_exist, view_of
+from flashinfer.ops.attention.prefill.sm90_finish import all_positive, finish, rows_of, rows_exist, view_of
 from flashinfer.ops.attention.prefill.sm90_loads import (
     fetch_queries,
     gather,
@@ -142,10 +142,18 @@ def _run_task(
     top = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     total = gl.zeros([ROWS], gl.float32, S_ROWS)
     if blocks > 0:
-        acc, p, keep, top, sums, step = attend(
-            WG, begin, blocks, plain_from, plain_to, step, shared.q, shared.rest, k, v, shared.turn, zeros, cols,
-            factor, view, params, settings,
-        )  # fmt: skip
+        # Maxima of raw products are those of logits where all scales are positive.
+        if settings.BY_ROW and all_positive(tensors, scalars, kv_head, settings):
+            acc, p, keep, top, sums, step = attend(
+                WG, begin, blocks, plain_from, plain_to, step, shared.q, shared.rest, k, v, shared.turn, zeros, cols,
+                view.scale * LOG2E, view, params, True, settings,
+            )  # fmt: skip
+            top *= view.scale * LOG2E
+        else:
+            acc, p, keep, top, sums, step = attend(
+                WG, begin, blocks, plain_from, plain_to, step, shared.q, shared.rest, k, v, shared.turn, zeros, cols,
+                factor, view, params, False, settings,
+            )  # fmt: skip
         used_fixed_shift = gl.minimum(plain_to, blocks - 1) > plain_from
         row_ok = total == 0
         if settings.FIXED:
@@ -257,13 +265,14 @@ def attend_sm90_kernel(
     prefetch(work.items + program() // num_kv_heads * ITEM_WIDTH)
     VARIED: gl.constexpr = LOGITS is not None or MASK is not None
     DTYPE: gl.constexpr = q.dtype.element_ty
+    SCALED: gl.constexpr = numbers.SOFT_CAP or heads.ALIBI or SCALE_FIRST or VARIED
     TWO: gl.constexpr = dims.REST > 0
     FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
     FIXED: gl.constexpr = DTYPE == gl.bfloat16 and SOFTMAX and not mask.CUSTOM and MASK is None
     settings = Settings(
         CAUSAL=mask.CAUSAL, WINDOW=mask.WINDOW, CUSTOM=mask.CUSTOM, SOFT_CAP=numbers.SOFT_CAP, ALIBI=heads.ALIBI,
         SINKS=heads.SINKS, HEAD_SCALES=heads.SCALES, LSE=LSE,
-        TRANSFORM=numbers.SOFT_CAP or heads.ALIBI or heads.SCALES or SCALE_FIRST or VARIED, GATHER=GATHER,
+        TRANSFORM=SCALED or heads.SCALES, BY_ROW=heads.SCALES and FP8 and not SCALED, GATHER=GATHER,
         WIDEN=warps.WIDEN, LEAD=warps.LEAD, BY_HEAD=BY_HEAD, COPIERS=warps.COPIERS, GROUP=GROUP,
         PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
         REST=dims.REST, STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,

@@ -60,6 +60,8 @@ class Settings:
     TURNS: gl.constexpr
     # Whether weights stay float32 until the next block's scores are issued.
     LATE: gl.constexpr
+    # FP8 with HEAD_SCALES: scores are multiplied by the row's scale as a part of the exponent.
+    BY_ROW: gl.constexpr
     # One of so many exponentials of a fixed shift is a polynomial, see sm90_exponentials.py; 0 for none.
     BY_FMA: gl.constexpr
 

@@ -78,7 +78,7 @@ def overflows(acc):
 
 
 @gluon.jit
-def _softmax(s, top, sums, factor, settings: Settings):
+def _softmax(s, top, sums, factor, BY_ROW: gl.constexpr, settings: Settings):
     """One block of the online softmax in base 2: weights, maxima, sums, and the factor for earlier sums.
 
     Without SOFTMAX the weights are `s`, and the factor is 1.
@@ -91,7 +91,7 @@ def _softmax(s, top, sums, factor, settings: Settings):
     shifted = base * factor
     if settings.FP8:
         shifted -= SHIFT
-    p = gl.exp2(s * factor - shifted[:, None])
+    p = gl.exp2(s * (factor[:, None] if BY_ROW else factor) - shifted[:, None])
     keep = gl.exp2((top - base) * factor)
     added = _fold(p, True)
     if settings.FP8:
@@ -125,14 +125,14 @@ def _visible(view: RowView, kv_pos, settings: Settings):
 
 
 @gluon.jit
-def _logits(s, view: RowView, params, kv_pos, MASKED: gl.constexpr, settings: Settings):
+def _logits(s, view: RowView, params, kv_pos, MASKED: gl.constexpr, BY_ROW: gl.constexpr, settings: Settings):
     """Logits of raw products; with MASKED those of invisible keys become -inf (without SOFTMAX 0)."""
     if settings.VARIED:
         s, takes_part = vary(
             s, view.scale, view.soft_cap, view.slopes, view.request, view.position, kv_pos, view.kv_len, view.head,
             params, settings.SOFT_CAP, settings.ALIBI, settings.LOGITS, settings.MASK, settings.SOFTMAX,
         )  # fmt: skip
-    elif settings.TRANSFORM:
+    elif settings.TRANSFORM and not BY_ROW:
         s = transform(
             s, view.scale, view.soft_cap, view.slopes, view.position, kv_pos, settings.SOFT_CAP, settings.ALIBI
         )
@@ -228,7 +228,8 @@ def wait_full(ring: Ring, step, settings: Settings):
 @gluon.jit
 def steps(
     WG, count, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
-    cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, settings: Settings,
+    cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, BY_ROW: gl.constexpr,
+    settings: Settings,
 ):  # fmt: skip
     """Process `count` blocks of keys below key `start`: for each its scores, P V of the block before it, its softmax.
 
@@ -253,12 +254,12 @@ def steps(
         if FIXED and settings.SOFT_CAP and not settings.ALIBI and not settings.VARIED:
             s, sums = _capped(s, sums, view)
         else:
-            s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
+            s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, BY_ROW, settings)
         if FIXED:
             weights = exponentials(s * factor - shifted[:, None], settings.BY_FMA)
             sums += _fold(weights, True)
         else:
-            weights, top, sums, keep = _softmax(s, top, sums, factor, settings)
+            weights, top, sums, keep = _softmax(s, top, sums, factor, BY_ROW, settings)
         # The wait for the next keys is a branch, across which ptxas does not move instructions. It would otherwise move
         # the wait for P V in front of the softmax, which is to overlap it.
         if step < last:
@@ -278,7 +279,8 @@ def steps(
 @gluon.jit
 def steps_fp8(
     WG, count, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
-    cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, settings: Settings,
+    cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, BY_ROW: gl.constexpr,
+    settings: Settings,
 ):  # fmt: skip
     """`steps` in e4m3. P V of each block starts from zero, is issued before the scores, and is added to `acc` while
     they run, so that it takes no registers during the softmax.
@@ -300,8 +302,8 @@ def steps_fp8(
             wait_full(k, step + 1, settings)
         s, acc = warpgroup_mma_wait(0, [s, acc])
         k.channel.release(step)
-        s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
-        p, top, sums, keep = _softmax(s, top, sums, factor, settings)
+        s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, BY_ROW, settings)
+        p, top, sums, keep = _softmax(s, top, sums, factor, BY_ROW, settings)
         step += 1
     return acc, p, keep, top, sums, step, start
 
@@ -324,7 +326,7 @@ def _clear_tail(v, start, kv_len):
 @gluon.jit
 def attend(
     WG, begin, blocks, plain_from, plain_to, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
-    view: RowView, params, settings: Settings,
+    view: RowView, params, BY_ROW: gl.constexpr, settings: Settings,
 ):  # fmt: skip
     """Process all blocks of a task, except P V of the last one. Returns the state of `steps`."""
     BLOCK_N: gl.constexpr = zeros.shape[1]
@@ -344,8 +346,8 @@ def attend(
     _end_turn(WG, turn, settings)
     s = warpgroup_mma_wait(0, [s])
     k.channel.release(step)
-    s = _logits(s, view, params, opaque_sum(start, cols, 8), True, settings)
-    p, top, sums, keep = _softmax(s, top, sums, factor, settings)
+    s = _logits(s, view, params, opaque_sum(start, cols, 8), True, BY_ROW, settings)
+    p, top, sums, keep = _softmax(s, top, sums, factor, BY_ROW, settings)
     # In FP8 values past the end are zeroed when they are transposed.
     if not settings.FP8:
         p = p if settings.LATE else as_operand(p, q)
@@ -357,7 +359,7 @@ def attend(
         wait_full(k, step, settings)
     acc, p, keep, top, sums, step, start = STEPS(
         WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols,
-        factor, view, params, True, False, settings,
+        factor, view, params, True, False, BY_ROW, settings,
     )  # fmt: skip
     plain = gl.minimum(plain_to, blocks - 1) - plain_from
     if settings.FIXED:
@@ -366,12 +368,12 @@ def attend(
         # A row that has seen no key yet gets the shift 0; the check of its sum decides whether that was adequate.
         top = gl.where((top == float("-inf")) & (plain > 0), 0.0, top)
     acc, p, keep, top, sums, step, start = STEPS(
-        WG, plain, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols, factor, view,
-        params, False, settings.FIXED, settings,
+        WG, plain, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols, factor,
+        view, params, False, settings.FIXED, BY_ROW, settings,
     )  # fmt: skip
     if settings.WINDOW or (settings.FIXED and settings.SOFT_CAP):
         acc, p, keep, top, sums, step, start = STEPS(
             WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros,
-            cols, factor, view, params, True, settings.FIXED and not settings.SOFT_CAP, settings,
+            cols, factor, view, params, True, settings.FIXED and not settings.SOFT_CAP, BY_ROW, settings,
         )  # fmt: skip
     return acc, p, keep, top, sums, step
