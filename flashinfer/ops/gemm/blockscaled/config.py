@@ -109,6 +109,8 @@ def refuses_sm90_widened(problem, target) -> str:
         return f"wgmma is compute capability 9.0's, and this is {target.arch}"
     if problem.scale == "fp32":
         return "float32 scales: it takes factors"
+    if problem.scale == "ue4m3" and problem.b != "e2m1":
+        return "factors in e4m3 of a weight in FP8: it takes those of FP4 alone"
     if problem.alpha == "rows":
         return "an alpha for each row"
     return "" if problem.aligned and problem.whole else "rows that are not whole blocks of 128 of K, 16 bytes at a time"
