@@ -58,7 +58,8 @@ def main() -> None:
         for room in chosen:
             if not asked.all:
                 room.cases = [(module, case) for module, case in room.cases if beside.takes(case)]
-            result = room.described([], ceiling, versions) | {"not_loaded": broken}
+            name = f"{room.name} beside libraries"
+            result = room.described([], ceiling, versions) | {"room": name, "not_loaded": broken}
             write(result, asked.out)
             for at, (module, case) in enumerate(room.cases):
                 row = {"name": case.name, "group": case.group, "headline": case.headline, "peers": {}}
