@@ -6,8 +6,9 @@ and where two branches, or products of two layouts, compute sums of one address,
 the other branch has written it: the product then has other memory for an operand. 12.9 does not. On an H100 results of
 `ssd_results` were wrong so for heads of 8 columns; tests/core/test_assembler.py finds such reads in machine code.
 
-The two write the same instructions for our kernels, but for float32 multiply-adds that add up FP8 products: in a run of
-them every second one of 12.9's yields the issue slot to the other warpgroup, which has wgmma to issue.
+Of 36 kernels that were compared, the two write loops of the same instructions, but for float32 multiply-adds that add
+up FP8 products: in a run of them every second one of 12.9's yields the issue slot to the other warpgroup, which has
+wgmma to issue.
 """
 
 from __future__ import annotations
