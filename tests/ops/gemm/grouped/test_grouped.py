@@ -118,6 +118,17 @@ def test_group_gemm_mxfp8_mxfp4(variant, device, lengths, n, k):
     check(out, a.values, b.values, members(lengths))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+def test_many_rows_to_a_group(variant, device, dtype):
+    """Tiles of 128 rows, which the other lengths do not have."""
+    a = scaled.operand((147, 128), "e4m3", "ue8m0", 32, device)
+    b = scaled.operand((1, 64, 128), "e2m1", "ue8m0", 32, device)
+    a.values.mul_(2.0**-10)
+    given = a.codes, b.codes, padded_factors(a, [147]), b.arranged("128x4"), generate.indptr([147], device)
+    given[2].sub_(10)
+    check(gemm.group_gemm_mxfp8_mxfp4_nt_groupwise(*given, out_dtype=dtype), a.values, b.values, members([147]))
+
+
 @shapes
 def test_group_gemm_nvfp4(variant, device, lengths, n, k):
     a, b = (scaled.operand(s, "e2m1", "ue4m3", 16, device) for s in ((sum(lengths), k), (len(lengths), n, k)))

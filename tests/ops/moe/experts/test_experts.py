@@ -46,10 +46,17 @@ def packed(ids, s):
     return (ids << 16) | s.to(BF16).view(torch.int16).int() & 0xFFFF
 
 
-def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, multiply=torch.matmul, spacing=0.0, **given):
+def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, multiply=torch.matmul, spacing=0.0, nudge=0.0, **given):
+    """`nudge`: a value near the border of two codes falls to either side by chance, so an element's bound is the farthest
+    of three peers: of what stands between the products, and of the same larger and smaller by this share."""
     truth = mixture(x, w1, w2, ids, s, **given)
-    same = mixture(x, w1, w2, ids, s, dtype=dtype, multiply=multiply, **given)
-    assert_close(out, same.to(out.dtype), truth, what, spacing)
+    peers = [mixture(x, w1, w2, ids, s, dtype=dtype, multiply=multiply, **given)]
+    for factor in (1 + nudge, 1 - nudge) if nudge else ():
+        nudged = given | {"through": lambda h, factor=factor: given["through"](h * factor)}
+        peers.append(mixture(x, w1, w2, ids, s, dtype=dtype, multiply=multiply, **nudged))
+    errors = torch.stack(peers) - truth
+    farthest = truth + errors.gather(0, errors.abs().argmax(0, keepdim=True))[0]
+    assert_close(out, farthest.to(out.dtype), truth, what, spacing)
 
 
 def bf16_layer(device, gated=True, shuffled=False, block=0):
