@@ -37,30 +37,42 @@ SLOW = {
 }  # fmt: skip
 # Their results are bfloat16, which Triton 3.6's interpreter truncates.
 NOT_INTERPRETED = {"experts.by_tensorrt_names"}
+# On a GPU these compile a kernel in nearly every call, which takes a second and more, and get a share of calls.
+COMPILING = {
+    *(name for name in FAMILIES if name.startswith(("attend", "coded", "direct", "latent", "mixed", "narrow", "wrap"))),
+    "recurrent.gdn_prompt", "recurrent.state_space_prompt", "selective.block_scores", "selective.cascade",
+    "selective.indexer_logits",
+}  # fmt: skip
+SHARE_OF_COMPILING = 1 / 16
 SHOWN = 5
 # Calls of a test: processes of a long run share out a family's.
-MOST = 1000
+MOST = 100
 
 
-def many(config, share):
-    return max(1, round((config.getoption("fuzz") or CALLS_ON_CPU) * share / len(FAMILIES)))
+def many(config, kind, name):
+    """The calls of a family."""
+    calls = config.getoption("fuzz") or CALLS_ON_CPU
+    if kind != "gpu":
+        return max(1, round(calls * {"reference": 0.9, "interpreter": 0.1}[kind] / len(FAMILIES)))
+    weight = {each: SHARE_OF_COMPILING if each in COMPILING else 1 for each in FAMILIES}
+    return max(1, round(calls * weight[name] / sum(weight.values())))
 
 
 def pytest_generate_tests(metafunc):
     """A test for each family, and for each `MOST` calls of it."""
     if "shard" in metafunc.fixturenames:
-        share = {"test_reference": 0.9, "test_kernels_in_the_interpreter": 0.1, "test_on_a_gpu": 1}
-        shards = -(-many(metafunc.config, share[metafunc.function.__name__]) // MOST)
-        left_out = NOT_INTERPRETED if "interpreter" in metafunc.function.__name__ else ()
-        cases = [(name, shard) for shard in range(shards) for name in FAMILIES if name not in left_out]
-        ids = [name if shards == 1 else f"{name}-{shard}" for name, shard in cases]
+        kind = metafunc.function.__name__.rpartition("_")[2]
+        left_out = NOT_INTERPRETED if kind == "interpreter" else ()
+        shards = {name: -(-many(metafunc.config, kind, name) // MOST) for name in FAMILIES if name not in left_out}
+        cases = [(name, shard) for name, count in shards.items() for shard in range(count)]
+        ids = [name if shards[name] == 1 else f"{name}-{shard}" for name, shard in cases]
         metafunc.parametrize(("name", "shard"), cases, ids=ids)
 
 
-def part(config, share, shard):
+def part(config, kind, name, shard):
     """The seed of a shard's first call, and how many there are."""
     begin = shard * MOST
-    return config.getoption("fuzz_seed") + begin, min(MOST, many(config, share) - begin)
+    return config.getoption("fuzz_seed") + begin, min(MOST, many(config, kind, name) - begin)
 
 
 def calls(family, first, count, shape):
@@ -82,7 +94,7 @@ def calls(family, first, count, shape):
 def test_reference(name, shard, pytestconfig):
     """Against float64."""
     shape = dict(device=torch.device("cpu"), backend="reference")
-    calls(FAMILIES[name], *part(pytestconfig, 0.9, shard), shape)
+    calls(FAMILIES[name], *part(pytestconfig, "reference", name, shard), shape)
 
 
 def test_kernels_in_the_interpreter(name, shard, pytestconfig):
@@ -91,14 +103,14 @@ def test_kernels_in_the_interpreter(name, shard, pytestconfig):
     halves = (torch.float16,) if multiplies else fuzz.HALVES
     shape = dict(device=torch.device("cpu"), backend="portable", largest=1 << 10, halves=halves)
     with rooms.by("portable"):
-        first, count = part(pytestconfig, 0.1, shard)
+        first, count = part(pytestconfig, "interpreter", name, shard)
         calls(FAMILIES[name], first, max(1, round(count * SLOW.get(name, 1))), shape)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(name, shard, pytestconfig, device):
     shape = dict(device=device, backend="auto", largest=1 << 20)
-    calls(FAMILIES[name], *part(pytestconfig, 1, shard), shape)
+    calls(FAMILIES[name], *part(pytestconfig, "gpu", name, shard), shape)
 
 
 class TestTheFuzzer:

@@ -47,8 +47,8 @@ def packed(ids, s):
 
 
 def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, multiply=torch.matmul, spacing=0.0, nudge=0.0, **given):
-    """`nudge`: a value near the border of two codes falls to either side by chance, so an element's bound is the farthest
-    of three peers: of what stands between the products, and of the same larger and smaller by this share."""
+    """`nudge`: a value near the border of two codes falls to either side by chance, so an element's bound is the
+    farthest of three peers: of what stands between the products, and of the same larger and smaller by this share."""
     truth = mixture(x, w1, w2, ids, s, **given)
     peers = [mixture(x, w1, w2, ids, s, dtype=dtype, multiply=multiply, **given)]
     for factor in (1 + nudge, 1 - nudge) if nudge else ():
