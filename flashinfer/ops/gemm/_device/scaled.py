@@ -130,7 +130,10 @@ def blocked_product(
             sum = tl.dot(left_odd, tl.trans(right_odd), sum, input_precision="ieee")
         else:
             left = widen_blocks(left, left_factors, B, SCALE, WIDTH, COMPUTE, CAPABILITY)
-            right = widen_blocks(right, right_factors, A, SCALE, WIDTH, COMPUTE, CAPABILITY)
+            if a_scale is not None:
+                right = widen_blocks(right, right_factors, A, SCALE, WIDTH, COMPUTE, CAPABILITY)
+            else:
+                right = right.to(COMPUTE)
             sum = tl.dot(left, tl.trans(right), sum, input_precision="ieee")
     return sum
 

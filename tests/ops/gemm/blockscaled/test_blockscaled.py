@@ -297,6 +297,19 @@ def test_columns_in_the_order_of_fragments(device, variant, element, apart):
             assert_bitwise(found, values[:, :, block + 32 * c + column])
 
 
+@pytest.mark.parametrize("element", ["e4m3", "e5m2", "e2m1"])
+def test_plain_rows(variant, device, element):
+    """Rows without factors, by a weight that has them."""
+    x = torch.randn(1, 21, 256, device=device).to(BF16)
+    w = scaled.operand((1, 40, 256), element, "ue8m0", 32, device)
+    code = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}.get(element, element)
+    problem = room.Problem("bf16", code, "ue8m0", 32, "fp32", 32, b_layout="128x4")
+    guard = generate.Guarded((1, 21, 40), torch.float32, device)
+    room.blockscaled(problem, device).run(x, w.codes, None, w.arranged("128x4"), None, guard.out)
+    guard.check()
+    check(guard.out, x.double(), w.values)
+
+
 @pytest.mark.parametrize("arch, least", [("90a", 129), ("80", 512), ("89", 512), ("100a", None), ("120a", None)])
 def test_where_operands_are_widened_first(arch, least):
     """From some number of tokens on, where tensor cores do not take the codes."""
