@@ -40,8 +40,9 @@ from flashinfer._core.kernel_cache import fields_of
 FORMAT = 4
 
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
-# The flags of an LLVM instruction on vectors: promises that no lane overflows, or loses bits.
-_FLAGS_OF_LANES = re.compile(r"(= \w+)(?: (?:nuw|nsw|exact|disjoint|nneg))+(?= <\d+ x i)")
+# The flags of an LLVM instruction on vectors that promise that no lane overflows or loses bits. `or disjoint` promises
+# something of single bits, which stay in their lane.
+_FLAGS_OF_LANES = re.compile(r"(= \w+)(?: (?:nuw|nsw|exact|nneg))+(?= <\d+ x i)")
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 # Python's ast keeps one recursion depth for all threads, and raises SystemError if two threads build trees at once.
 _parsing = threading.RLock()

@@ -20,7 +20,7 @@ _LINE = re.compile(r"\s*([a-z][\w.]*)\s+(.+);")
     [
         ("%a = shl nuw nsw <2 x i32> %x, <i32 24, i32 3>", "%a = shl <2 x i32> %x, <i32 24, i32 3>"),
         ("%a = lshr exact <4 x i16> %x, %y", "%a = lshr <4 x i16> %x, %y"),
-        ("%a = or disjoint <2 x i64> %x, %y", "%a = or <2 x i64> %x, %y"),
+        ("%a = or disjoint <2 x i64> %x, %y", None),
         ("%a = zext nneg <2 x i8> %x to <2 x i32>", "%a = zext <2 x i8> %x to <2 x i32>"),
         ("%a = trunc nuw <2 x i32> %x to <2 x i8>", "%a = trunc <2 x i32> %x to <2 x i8>"),
         ("%a = shl nuw nsw i32 %x, 3", None),
