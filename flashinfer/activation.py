@@ -74,14 +74,8 @@ def gelu_and_mul(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [..., 2 * hidden]; bfloat16, float16 or float32, any strides, any hidden.
-    out : torch.Tensor, optional
-        Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    input, out, enable_pdl
+        As in `silu_and_mul`.
 
     Returns
     -------
@@ -111,14 +105,8 @@ def gelu_tanh_and_mul(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [..., 2 * hidden]; bfloat16, float16 or float32, any strides, any hidden.
-    out : torch.Tensor, optional
-        Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    input, out, enable_pdl
+        As in `silu_and_mul`.
 
     Returns
     -------

@@ -188,18 +188,8 @@ def mhc_pre_big_fuse_with_prenorm(
         float32 [..., 24] or [1, ..., 24].
     residual : torch.Tensor
         [..., 4, hidden].
-    mhc_scale : torch.Tensor
-        float32 [3].
-    mhc_base : torch.Tensor
-        float32 [24].
-    rms_eps, mhc_pre_eps, mhc_sinkhorn_eps : float
-        Above 0.
-    mhc_post_mult_value : float
-        A factor of post.
-    sinkhorn_repeat : int
-        1 to 1000.
-    block_size : int
-        Threads of upstream's kernel. It has no effect here.
+    mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat, block_size
+        As in `mhc_pre_big_fuse`.
 
     Returns
     -------

@@ -221,18 +221,12 @@ def top_k_ragged_transform(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [rows, max_len]; float32, bfloat16 or float16, any strides.
+    input, lengths, k, row_starts
+        As in `top_k_page_table_transform`.
     offsets : torch.Tensor
         int32 or int64 [rows]: added to the columns of each row.
-    lengths : torch.Tensor
-        int32 or int64 [rows]: scores of each row, as far as the row goes. 0 and less: none.
-    k : int
-        1 or more.
     deterministic, tie_break, dsa_graph_safe
         As those of `top_k`.
-    row_starts : torch.Tensor, optional
-        int32 or int64 [rows]: the column where a row's scores begin; by default 0.
 
     Raises
     ------

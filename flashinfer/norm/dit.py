@@ -121,30 +121,15 @@ def fused_dit_gate_residual_layernorm_scale_shift(
 
     Parameters
     ----------
-    input, residual : torch.Tensor
-        [batch, rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
+    input, residual, epsilon, use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, residual_out
+        As in `fused_dit_gate_residual_layernorm_gamma_beta`.
+    norm_out, sf_out
+        As in `fused_dit_gate_residual_layernorm_gamma_beta`.
     gate, scale, shift : torch.Tensor
         [batch, rows, hidden] or [batch * rows, hidden], any strides, such as a sixth of one tensor has; or
         [batch, 1, hidden]. The dtype of `input`.
     gate_bias, scale_bias, shift_bias : torch.Tensor, optional
         float32 [hidden] or [1, hidden].
-    epsilon : float
-        Added to the variance (the biased one, divided by hidden).
-    use_nvfp4, use_mxfp8 : bool
-        Quantise the norm, as `nvfp4_quantize` or `mxfp8_quantize` do; at most one. hidden a multiple of 16 or 32.
-    global_scaling_factor : torch.Tensor, optional
-        One element (float32, float16 or bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). It
-        multiplies block factors.
-    input_global_scaling_factor : torch.Tensor, optional
-        One element or a number that `input` is multiplied by.
-    residual_out : torch.Tensor, optional
-        Receives the stream, contiguous, shape and dtype of `input`. It may be `residual` itself.
-    norm_out : torch.Tensor, optional
-        Receives the norm, contiguous: shape and dtype of `input`; NVFP4: int32 [batch, rows, hidden / 8]; MXFP8: int32
-        [batch, rows, hidden / 4].
-    sf_out : torch.Tensor, optional
-        Receives the factors of NVFP4 or MXFP8: uint8 [batch, padded rows / 128, padded factors / 4, 32, 4, 4], the
-        128x4 tiles of each batch entry, contiguous. Padding becomes 0.
 
     Returns
     -------
@@ -209,23 +194,8 @@ def fused_dit_residual_layernorm_scale_shift(
         The stream, in the shape and dtype of `input`; without it `input` is the stream.
     scale_bias, shift_bias : torch.Tensor, optional
         float32 [hidden] or [1, hidden].
-    epsilon : float
-        Added to the variance (the biased one, divided by hidden).
-    use_nvfp4, use_mxfp8 : bool
-        Quantise the norm, as `nvfp4_quantize` or `mxfp8_quantize` do; at most one. hidden a multiple of 16 or 32.
-    global_scaling_factor : torch.Tensor, optional
-        One element (float32, float16 or bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). It
-        multiplies block factors.
-    input_global_scaling_factor : torch.Tensor, optional
-        One element or a number that `input` is multiplied by.
-    residual_out : torch.Tensor, optional
-        Receives the stream, contiguous, shape and dtype of `input`. It may be `residual` itself.
-    norm_out : torch.Tensor, optional
-        Receives the norm, contiguous: shape and dtype of `input`; NVFP4: int32 [batch, rows, hidden / 8]; MXFP8: int32
-        [batch, rows, hidden / 4].
-    sf_out : torch.Tensor, optional
-        Receives the factors of NVFP4 or MXFP8: uint8 [batch, padded rows / 128, padded factors / 4, 32, 4, 4], the
-        128x4 tiles of each batch entry, contiguous. Padding becomes 0.
+    epsilon, use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, residual_out, norm_out, sf_out
+        As in `fused_dit_gate_residual_layernorm_gamma_beta`.
 
     Returns
     -------

@@ -112,16 +112,12 @@ def gated_residual_rmsnorm(
         [hidden]; bfloat16, float16 or float32. None: the branch is normalised as it is, and `gain_center` is not used.
     alpha, beta : torch.Tensor
         [hidden], float32: the gates of the stream and of the branch.
-    eps : float
-        Added to the mean square.
+    eps, enable_pdl
+        As in `rmsnorm_sigmoid_gate`.
     gain_center : float
         Added to the weight.
     out : torch.Tensor, optional
         Receives the result; [rows, hidden], float32, any strides. It may be `residual` itself.
-    enable_pdl : bool
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself: small launches, where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
 
     Returns
     -------
@@ -244,14 +240,8 @@ def supports_gated_residual_rmsnorm(
 
     Parameters
     ----------
-    branch : torch.Tensor
-        [rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
-    residual : torch.Tensor
-        [rows, hidden], float32, any strides.
-    weight : torch.Tensor or None
-        [hidden]; bfloat16, float16 or float32. None: the branch is normalised as it is, and `gain_center` is not used.
-    alpha, beta : torch.Tensor
-        [hidden], float32: the gates of the stream and of the branch.
+    branch, residual, weight, alpha, beta
+        As in `gated_residual_rmsnorm`.
 
     Returns
     -------
@@ -281,19 +271,8 @@ def supports_gated_residual_next_rmsnorm(
 
     Parameters
     ----------
-    branch : torch.Tensor
-        [rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
-    residual : torch.Tensor
-        [rows, hidden], float32, any strides.
-    next_weight : torch.Tensor
-        [hidden]; bfloat16, float16 or float32.
-    alpha : torch.Tensor or float
-        The gate of the stream: [hidden], float32, or a number.
-    beta : torch.Tensor
-        The gate of the branch: [hidden], float32.
-    post_weight : torch.Tensor, optional
-        [hidden], in the dtype of `next_weight`. Without it the branch is normalised as it is, and `post_gain_center` is
-        not used.
+    branch, residual, next_weight, alpha, beta, post_weight
+        As in `gated_residual_next_rmsnorm`.
 
     Returns
     -------
