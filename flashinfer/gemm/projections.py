@@ -219,14 +219,8 @@ def fp4_linear(
         Factors of the product.
     weight_packed : torch.Tensor
         [N, K / 2]; the same.
-    bias : torch.Tensor, optional
-        [N] bfloat16.
-    out_dtype : torch.dtype
-        bfloat16 or float8_e4m3fn.
-    output_quant_scale : torch.Tensor, optional
-        One float32, a factor of what is rounded to FP8; 1 by default. Only with FP8.
-    out : torch.Tensor, optional
-        [M, N] of `out_dtype`, any strides.
+    bias, out_dtype, output_quant_scale, out
+        As in `fp8_linear`.
 
     Returns
     -------

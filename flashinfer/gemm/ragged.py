@@ -324,7 +324,7 @@ def ragged_scaled_bmm(
     a_scale : torch.Tensor
         Bytes of any 8-bit dtype and any shape, contiguous, upstream's being [M / 128, blocks / 4, 2, 256]: the factors
         of all rows in 128x4 tiles; of more rows too.
-    b_scale : torch.Tensor
+    b_scale, transpose_a, transpose_b, backend
         As in `masked_scaled_bmm`.
     m_indptr : torch.Tensor
         [Q + 1] int32, on the device: not decreasing, up to M. It is read by the kernel alone. Upstream wants multiples
@@ -333,8 +333,6 @@ def ragged_scaled_bmm(
         At most the rows of an entry; it has no effect.
     block_scale_type : str
         "nvfp4", "mxfp4", "mxfp8" or "mixed", as in `masked_scaled_bmm`.
-    transpose_a, transpose_b : bool
-        Only False, and only True.
     static_persistent : bool
         How upstream schedules its kernel; it has no effect.
     swizzled_layout_a : bool
@@ -343,8 +341,6 @@ def ragged_scaled_bmm(
         float32, one element: what the values of a were multiplied with before they were quantised.
     b_global_scale : torch.Tensor, optional
         float32 [Q]: the same, of each entry of b.
-    backend : str
-        "cutile" or "auto": one result. Or a variant's name.
 
     Returns
     -------

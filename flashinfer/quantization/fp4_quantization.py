@@ -186,12 +186,8 @@ def nvfp4_quantize(
         epilogue of 128 rows); only in the 128x4 layout. M a multiple of 128, K one of 64.
     sf_vec_size : int
         16.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
-    backend : str
-        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
+    enable_pdl, backend, nvfp4_4over6
+        As in `fp4_quantize`.
     per_token_activation : bool
         Each row has a scale s of its own, and is quantised with the global scale 1 / s. A row of zeros has scale 0.
     expanded_idx_to_permuted_idx : torch.Tensor, optional
@@ -201,8 +197,6 @@ def nvfp4_quantize(
     out_scale : torch.Tensor or float, optional
         With `per_token_activation`: one element that the scales which are returned are times. Codes and factors do not
         depend on it.
-    nvfp4_4over6 : NVFP44Over6Config, optional
-        As in `fp4_quantize`.
 
     Returns
     -------
@@ -273,12 +267,8 @@ def mxfp4_quantize(
     a : torch.Tensor
         [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous, or columns as in `fp4_quantize`. K a
         multiple of 32.
-    backend : str
-        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    backend, enable_pdl
+        As in `fp4_quantize`.
     sfLayout : SfLayout
         Where the factors go.
 

@@ -37,12 +37,8 @@ def mxfp8_quantize(
         Factors in 128x4 tiles, padded with zeros, and not row-major.
     alignment : int
         K is rounded up to a multiple of this, which is one of 32.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
-    backend : str
-        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
+    enable_pdl, backend
+        As in `flashinfer.fp4_quantize`.
     sf_swizzle_layout : SfLayout, optional
         Where the factors go; it stands for `is_sf_swizzled_layout` where it is given.
 

@@ -37,14 +37,8 @@ def silu_and_mul_nvfp4_quantize(
         multiplies block factors.
     sf_vec_size : int
         16.
-    is_sf_swizzled_layout : bool
-        Factors in tiles, padded with zeros, and not row-major.
-    is_sf_8x4_layout : bool
-        Tiles of 8 rows and 4 factors, and not of 128 and 4.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    is_sf_swizzled_layout, is_sf_8x4_layout, enable_pdl
+        As in `flashinfer.fp4_quantize`.
     nvfp4_4over6 : NVFP44Over6Config, optional
         As in `fp4_quantize`.
 

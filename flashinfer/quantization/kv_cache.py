@@ -192,10 +192,8 @@ def nvfp4_kv_dequantize_paged(
 
     Parameters
     ----------
-    paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
-        uint8: a pair of [num_pages, page_size, num_kv_heads, head_dim / 2] (NHD) or
-        [num_pages, num_kv_heads, page_size, head_dim / 2] (HND), or one tensor with keys and values along a second
-        dimension of 2. Any strides.
+    paged_kv_cache, kv_layout
+        As in `flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping`.
     kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
         The same with head_dim / 16, float8_e4m3fn or uint8: the factors, row by row.
     block_tables : torch.Tensor
@@ -207,8 +205,6 @@ def nvfp4_kv_dequantize_paged(
     output_k, output_v : torch.Tensor
         [batch, max_seq_len, num_kv_heads, head_dim], bfloat16 or float16, contiguous. Written up to a request's keys;
         the rest stays as it is.
-    kv_layout : str
-        "NHD" or "HND".
 
     Raises
     ------

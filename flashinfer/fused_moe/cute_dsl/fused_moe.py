@@ -114,10 +114,10 @@ def cute_dsl_fused_moe(
     x_sf : torch.Tensor, optional
         Bytes, row-major, contiguous, [tokens, hidden / 16] or [tokens, hidden / 16, 1] of e4m3; with w4a8 ue8m0 for 32
         elements; with w4a16 None.
-    token_selected_experts : torch.Tensor
-        [tokens, top_k], int32 or int64: experts of all ranks. A negative one, or one of another rank, gives nothing.
-    token_final_scales : torch.Tensor
-        s, [tokens, top_k]; float32, bfloat16 or float16.
+    token_selected_experts, token_final_scales, num_experts, top_k, num_local_experts, local_expert_offset
+        As in `flashinfer.cute_dsl_fused_moe_bf16`.
+    activation_type
+        As in `flashinfer.cute_dsl_fused_moe_bf16`.
     w1_weight : torch.Tensor
         uint8 [local experts, 2 * intermediate, hidden / 2] of a gated activation, whose rows alternate in groups of 64:
         64 of the up-projection, then the gate's 64, and so on, so that intermediate is a multiple of 64. Rows of halves
@@ -136,18 +136,12 @@ def cute_dsl_fused_moe(
         With the others None.
     w2_weight, w2_weight_sf, w2_alpha : torch.Tensor
         The same, of [local experts, hidden, intermediate], in plain order of rows.
-    num_experts, top_k : int
-        Experts of the layer, and of a token.
-    num_local_experts, local_expert_offset : int, optional
-        This rank has the weights of so many experts, all by default, from the offset on.
     output_dtype : torch.dtype
         bfloat16, float16 or float32.
     use_fused_finalize, aux_stream, enable_pdl, localized_allow_nonlocalized, autotune_use_cuda_graph
         Have no effect on results, and none on the launches.
     moe_output : torch.Tensor, optional
         Receives the result; [tokens, hidden] of `output_dtype`, contiguous rows.
-    activation_type : int
-        A `flashinfer.ActivationType`: Swiglu, GegluTanh or Relu2, which has no gate.
     swiglu_alpha, swiglu_beta, swiglu_limit : float
         Of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to at most the limit and up to
         -limit ... limit. Others take the defaults, 1, 0 and float32's largest number, only.
