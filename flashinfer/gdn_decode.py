@@ -164,26 +164,10 @@ def gated_delta_rule_decode(
 
     Parameters
     ----------
-    q, k : torch.Tensor
-        [batch, T, query heads, K]; bfloat16, float16 or float32. K up to 256 on a GPU.
-    v : torch.Tensor
-        [batch, T, heads, V] of that dtype; heads is a multiple of the query heads.
+    q, k, v, A_log, a, b, dt_bias, scale, output, use_qk_l2norm, backend
+        As in `gated_delta_rule_decode_pretranspose`.
     state : torch.Tensor
         [batch, heads, K, V], updated in place; as in `gated_delta_rule_decode_pretranspose` but for the order of axes.
-    A_log : torch.Tensor
-        [heads].
-    a, b : torch.Tensor
-        [batch, T, heads]: the raw decay and the raw beta.
-    dt_bias : torch.Tensor
-        [heads].
-    scale : float, optional
-        Of the output; 1 / sqrt(K) if not given.
-    output : torch.Tensor, optional
-        [batch, T, heads, V]; receives the result.
-    use_qk_l2norm : bool
-        q and k are divided by sqrt(sum of squares + 1e-6) first.
-    backend : str
-        "auto", "flashinfer", "cake_gdn", "rubin" (all of which are ours), "portable" or "reference".
 
     Returns
     -------

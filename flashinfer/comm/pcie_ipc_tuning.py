@@ -133,14 +133,8 @@ def get_pcie_ipc_reduce_scatter_launch_config(
 
     Parameters
     ----------
-    world_size : int
-        2, 4 or 8.
-    shard_numel, element_size : int
-        Elements of a rank, and bytes of one: 2. Together a multiple of 16 bytes.
-    max_blocks : int
-        The most programs: 1 to 128.
-    ordered_4plus4 : bool
-        Of upstream's copies between two halves of 8 GPUs; ranks are alike here, and it changes nothing.
+    world_size, shard_numel, element_size, max_blocks, ordered_4plus4
+        As in `get_pcie_ipc_all_gather_launch_config`.
 
     Returns
     -------

@@ -40,13 +40,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
     Parameters
     ----------
-    float_workspace_buffer : uint8 Tensor
-        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
-        the wrapper's.
-    kv_layout : str
-        "NHD": pages of [page_size, num_kv_heads, head_dim]; "HND": [num_kv_heads, page_size, head_dim].
-    use_cuda_graph : bool
-        Keep the tables in the buffers below, so that a captured run() serves later plans.
+    float_workspace_buffer, kv_layout, use_cuda_graph, variant
+        As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper`.
     use_tensor_cores : bool
         Upstream's hint between two kernels; one kernel serves both here.
     paged_kv_indptr_buffer : int32 Tensor [max_batch + 1], optional
@@ -57,8 +52,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     jit_args : optional
         An AttentionVariant, or upstream's list with one for its declaration; CUDA C++ is refused.
-    variant : AttentionVariant, optional
-        Functions that change logits or hide keys (docs/variants.md).
 
     Examples
     --------
@@ -152,15 +145,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
             "int4_group_64".
         data_type : dtype or its name, optional
             Older name for both: q's and kv's, where they are left at their defaults. FP8 leaves q's at float16.
-        non_blocking : bool
-            Copies to the device never wait here; False changes nothing else.
+        non_blocking, fixed_split_size, disable_split_kv
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan`.
         block_tables, seq_lens : Tensor, optional
             The same tables as other libraries have them. `indptr`, `indices` and `last_page_len` are enough; what is
             on the host has to agree with them.
-        fixed_split_size : int, optional
-            Cut every request's keys at multiples of this, so that a result does not depend on the rest of the batch.
-        disable_split_kv : bool
-            Leave every request whole.
         q_len_per_req : int
             Query tokens of each request (speculative decoding); run() takes q [batch_size * q_len_per_req, ...], and
             the queries of a request are causal among themselves, unless the next two say otherwise.

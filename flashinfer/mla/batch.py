@@ -41,19 +41,14 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : uint8 or int8 Tensor
-        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
-        the wrapper's.
-    use_cuda_graph : bool
-        Keep the tables in the buffers below, so that a captured run() serves later plans.
+    float_workspace_buffer, use_cuda_graph, variant
+        As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper`.
     qo_indptr, kv_indptr : int32 Tensor [max_batch + 1], optional
     kv_indices : int32 Tensor [max pages], optional
     kv_len_arr : int32 Tensor [max_batch], optional
         The buffers, with use_cuda_graph.
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
-    variant : AttentionVariant, optional
-        Functions that change logits or hide keys (docs/variants.md).
 
     Examples
     --------

@@ -251,13 +251,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         ----------
         qo_indptr, paged_kv_indptr : int Tensor [batch_size + 1]
             Query rows of each request, and where its entries begin in `paged_kv_indices`.
-        paged_kv_indices : int Tensor [pages used]
-            Page ids.
+        paged_kv_indices, head_dim_vo, uniform_q_len
+            As in `plan`.
         paged_kv_last_page_len : int Tensor [batch_size]
             Tokens in each request's last page.
         num_qo_heads, num_kv_heads, head_dim_qk, page_size : int
-        head_dim_vo : int, optional
-            Default head_dim_qk.
         custom_mask, packed_custom_mask : Tensor, optional
             A mask of the keys that each query sees, as in `plan`.
         causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
@@ -273,8 +271,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         fixed_split_size : int, optional
         disable_split_kv : bool
             How keys are cut between blocks, which decides the size.
-        uniform_q_len : int, optional
-            Every request has this many queries.
 
         Returns
         -------
@@ -453,14 +449,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         Parameters
         ----------
         q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
-        paged_kv_cache : Tensor or (Tensor, Tensor)
-            Pages of keys and values, as in `run`.
-        causal : bool
-            A query sees keys at its position and before.
-        use_fp16_qk_reduction : bool
-            Not read: sums are float32.
-        k_scale, v_scale : float, optional
-            Scales of quantised k and v.
+        paged_kv_cache, causal, use_fp16_qk_reduction, k_scale, v_scale
+            As in `forward`.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `plan`.
 

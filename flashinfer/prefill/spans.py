@@ -200,28 +200,22 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
         Parameters
         ----------
-        qo_indptr, paged_kv_indptr : int Tensor [batch_size + 1]
-            Query rows of each request, and where its entries begin in `paged_kv_indices`.
+        qo_indptr, paged_kv_indptr, paged_kv_last_page_len, custom_mask, packed_custom_mask, prefix_len_ptr
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.workspace_size`.
+        token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, max_token_per_sequence, max_sequence_kv
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.workspace_size`.
+        disable_split_kv
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.workspace_size`.
         paged_kv_indices : int Tensor [pages used]
             Page ids.
-        paged_kv_last_page_len : int Tensor [batch_size]
-            Tokens in each request's last page.
         num_qo_heads, num_kv_heads, head_dim_qk, page_size : int
         head_dim_vo : int, optional
             Default head_dim_qk.
-        custom_mask, packed_custom_mask : Tensor, optional
-            A mask of the keys that each query sees, as in `plan`.
         causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap
             Options of the logits, as in `plan`.
         q_data_type, kv_data_type, o_data_type : dtype or its name
             As in `plan`.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-            Multi-item scoring, as in `plan`.
-        max_token_per_sequence, max_sequence_kv : int, optional
-            The longest query and the most keys of a request.
         fixed_split_size : int, optional
-        disable_split_kv : bool
-            How keys are cut between blocks, which decides the size.
 
         Returns
         -------
@@ -354,18 +348,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         Parameters
         ----------
         q : Tensor [rows, num_qo_heads, head_dim_qk]
-        paged_kv_cache : Tensor or (Tensor, Tensor)
-            Pages of keys and values.
-        bidirectional_ranges : int32 Tensor [rows, 2]
-            For each query the first and the last key of its span; (-1, -1) for none.
-        causal_window_left, range_window_left : int
-            How far back a query sees, outside and inside its span, as in `run`.
-        q_scale, k_scale, v_scale : float or Tensor, optional
-            Scales of quantised q, k and v.
-        enable_pdl : bool, optional
-            Programmatic dependent launch: no effect on results.
-        kv_cache_sf : optional
-            The factors of a cache in a format that has them, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale
+            As in `run_return_lse`.
+        enable_pdl, kv_cache_sf
+            As in `run_return_lse`.
 
         Returns
         -------
@@ -391,18 +377,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         Parameters
         ----------
         q : Tensor [rows, num_qo_heads, head_dim_qk]
-        paged_kv_cache : Tensor or (Tensor, Tensor)
-            Pages of keys and values.
-        bidirectional_ranges : int32 Tensor [rows, 2]
-            For each query the first and the last key of its span; (-1, -1) for none.
-        causal_window_left, range_window_left : int
-            How far back a query sees, outside and inside its span, as in `run`.
-        q_scale, k_scale, v_scale : float or Tensor, optional
-            Scales of quantised q, k and v.
-        enable_pdl : bool, optional
-            Programmatic dependent launch: no effect on results.
-        kv_cache_sf : optional
-            The factors of a cache in a format that has them, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale
+            As in `run_return_lse`.
+        enable_pdl, kv_cache_sf
+            As in `run_return_lse`.
 
         Returns
         -------
