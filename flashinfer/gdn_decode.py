@@ -335,11 +335,9 @@ def decode_tokens(
     batch, tokens, _, key_dim = q.shape
     value_dim = v.shape[3]
     for name, x in (("a", a), ("b", b)):
-        require_shape(name, x, batch, tokens, heads)
-        require_dtype(name, x, INPUTS)
+        require_shape(name, x, batch, tokens, heads, dtypes=INPUTS)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        require_shape(name, x, heads)
-        require_dtype(name, x, INPUTS)
+        require_shape(name, x, heads, dtypes=INPUTS)
     slots = batch if pool.read is None else None
     require_shape("state" if pool.read is None else "initial_state", pool.source, slots, heads, value_dim, key_dim)
     require_dtype("state" if pool.read is None else "initial_state", pool.source, STATES)

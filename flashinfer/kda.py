@@ -208,8 +208,7 @@ def recurrent_kda(
     """
     check_inputs(q, k, v, g, beta)
     rows, count, _, key_dim = q.shape
-    require_shape("cu_seqlens", cu_seqlens, None)
-    require_dtype("cu_seqlens", cu_seqlens, INDICES)
+    require_shape("cu_seqlens", cu_seqlens, None, dtypes=INDICES)
     require(
         cu_seqlens is None or rows == 1 and cu_seqlens.shape[0] > 0,
         "cu_seqlens",
@@ -295,8 +294,7 @@ def _run(given: dict, pool: Pool, final: bool, kept: Kept | None = None, parents
     n, shape = tokens.sequences, (tokens.heads, tokens.v.shape[3], tokens.k.shape[3])
     for name, x in (("initial_state", pool.source), ("initial_state", pool.state)):
         alone = pool.read is None and pool.write is None and pool.rows is None
-        require_shape(name, x, n if alone else None, *shape)
-        require_dtype(name, x, STATES)
+        require_shape(name, x, n if alone else None, *shape, dtypes=STATES)
     columns = () if pool.read is None or pool.read.dim() < 2 else (pool.read.shape[1],)
     require_shape("ssm_state_indices", pool.read, n, *columns)
     require_shape("ssm_state_indices", pool.write, n)
@@ -413,8 +411,7 @@ class RecurrentKDAPrefillWrapper:
         ValueError
             Another shape or dtype.
         """
-        require_shape("cu_seqlens", cu_seqlens, None)
-        require_dtype("cu_seqlens", cu_seqlens, INDICES)
+        require_shape("cu_seqlens", cu_seqlens, None, dtypes=INDICES)
         if self._offsets is None or self._offsets.shape != cu_seqlens.shape:
             self._offsets = torch.empty(cu_seqlens.shape, dtype=torch.int64, device=self.device)
         self._offsets.copy_(cu_seqlens, non_blocking=non_blocking)

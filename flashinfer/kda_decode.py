@@ -374,8 +374,7 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     for name, tensor in given.items():
         require_dtype(name, tensor, INPUTS)
     require_dtype("output", out, INPUTS)
-    require_shape("state", state, None, heads, dim, dim)
-    require_dtype("state", state, STATES)
+    require_shape("state", state, None, heads, dim, dim, dtypes=STATES)
     require_dtype("state_indices", slots, INDICES)
     require_dtype("query_start_loc", offsets, INDICES)
     require_dtype("num_accepted_tokens", accepted, INDICES)
@@ -452,8 +451,7 @@ def _split(mixed: torch.Tensor, heads: int, dim: int) -> list:
 def _step(tokens: Tokens, pool: Pool, out, raw: tuple, norm: Norm | None = None, backend: str = "auto") -> None:
     q, k, v, g, beta, _ = tokens
     check_inputs(q, k, v, g, beta)
-    require_shape("state", pool.source, None, v.shape[2], v.shape[3], k.shape[3])
-    require_dtype("state", pool.source, STATES)
+    require_shape("state", pool.source, None, v.shape[2], v.shape[3], k.shape[3], dtypes=STATES)
     require_dtype("state_indices", pool.read, INDICES)
     require_dtype("output", out, INPUTS)
     A_log, dt_bias, lower_bound = raw

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, require
-from flashinfer._delta import STATES, require_dtype, require_shape
+from flashinfer._delta import STATES, require_shape
 from flashinfer._kda import check_inputs
 from flashinfer.gdn2_prefill import chunk_gated_delta_rule2
 from flashinfer.gdn_prefill import chunk_gated_delta_rule
@@ -205,8 +205,7 @@ def cudnn_recurrent_kda(
         check_apart([("output", output), ("output_state", output_state)], read.items())
         require_shape("cu_seqlens", cu_seqlens, None)
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        require_shape("output_state", output_state, sequences, v.shape[2], v.shape[3], k.shape[3])
-        require_dtype("output_state", output_state, STATES)
+        require_shape("output_state", output_state, sequences, v.shape[2], v.shape[3], k.shape[3], dtypes=STATES)
         require(output_state.device == q.device, "output_state", output_state.device, f"{q.device}, as q")
         alike = initial_state is None or initial_state.shape == output_state.shape
         require(alike, "initial_state", "another shape", f"{tuple(output_state.shape)}, that of output_state")

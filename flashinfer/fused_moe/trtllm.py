@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import named
-from flashinfer._core.checks import present, require, same_device
+from flashinfer._core.checks import present, require, require_fit, same_device
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import ActivationType, WeightLayout
@@ -36,8 +36,7 @@ def routed_by_ids(topk_ids, num_experts, top_k, local, replay=None, delta=None) 
     offset, count = local
     check_local(offset, count, num_experts)
     ids, weights = topk_ids if isinstance(topk_ids, (tuple, list)) else (topk_ids, None)
-    require(ids.dim() == 2 and ids.shape[1] == top_k, "topk_ids", tuple(ids.shape), f"[tokens, {top_k}], top_k")
-    require(ids.dtype == torch.int32, "topk_ids", ids.dtype, "int32")
+    require_fit("topk_ids", ids, ids.dim() == 2 and ids.shape[1] == top_k, f"[tokens, {top_k}], top_k", torch.int32)
     if weights is not None:
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         require(weights.dtype in dtypes, "topk_weights", weights.dtype, "float32, bfloat16, float16")

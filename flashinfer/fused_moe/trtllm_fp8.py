@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import (
@@ -248,8 +248,7 @@ def _block_scaled(
         if deepseek:
             shape = (len(codes), -(-n // 128), -(-k // 128))
             fits = scale.shape == shape and scale.stride(2) == 1
-            require(fits, f"{name}_scale", tuple(scale.shape), f"{shape}, contiguous rows")
-            require(scale.dtype == torch.float32, f"{name}_scale", scale.dtype, "float32")
+            require_fit(f"{name}_scale", scale, fits, f"{shape}, contiguous rows", torch.float32)
             shuffle, placed = 16 if shuffled else 0, "linear"
         else:
             shuffle, placed = (32, "128x4") if shuffled else (0, "linear")
@@ -266,8 +265,7 @@ def _row_factors(scale, x, deepseek: bool) -> torch.Tensor:
     if deepseek:
         require(isinstance(scale, torch.Tensor), name, scale, "a float32 tensor")
         shape = (-(-hidden // 128), tokens)
-        require(scale.shape == shape, name, tuple(scale.shape), f"[hidden / 128, tokens], {shape}")
-        require(scale.dtype == torch.float32, name, scale.dtype, "float32")
+        require_fit(name, scale, scale.shape == shape, f"[hidden / 128, tokens], {shape}", torch.float32)
         return scale.T
     return byte_factors(name, scale, tokens, hidden // 32)
 

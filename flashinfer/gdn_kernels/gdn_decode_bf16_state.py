@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import present, require
-from flashinfer._delta import require_dtype, require_shape
+from flashinfer._delta import require_shape
 from flashinfer.gdn_decode import decode_tokens
 from flashinfer.ops.recurrent.delta.operands import Pool
 
@@ -120,8 +120,7 @@ def gated_delta_rule_mtp(
         require(tokens > 1, "ssm_state_indices", "a tensor", "None for T = 1")
     stop = None
     if accepted_steps is not None:
-        require_shape("accepted_steps", accepted_steps, batch)
-        require_dtype("accepted_steps", accepted_steps, (torch.int32, torch.int64))
+        require_shape("accepted_steps", accepted_steps, batch, dtypes=(torch.int32, torch.int64))
         stop = accepted_steps + 1
     elif recovery_steps:
         stop = torch.full((batch,), recovery_steps, dtype=torch.int32, device=q.device)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer._core.literals import ScaleMajorMode
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -328,8 +328,7 @@ def group_gemm_nvfp4_nt_groupwise(
 
 def _check_indptr(m_indptr: torch.Tensor, b: torch.Tensor) -> None:
     require(b.dim() == 3, "b", tuple(b.shape), "[groups, N, K]")
-    require(m_indptr.shape == (len(b) + 1,), "m_indptr", tuple(m_indptr.shape), f"[{len(b) + 1}], groups + 1")
-    require(m_indptr.dtype == torch.int32, "m_indptr", m_indptr.dtype, "int32")
+    require_fit("m_indptr", m_indptr, m_indptr.shape == (len(b) + 1,), f"[{len(b) + 1}], groups + 1", torch.int32)
 
 
 def _groupwise(a, b, a_scale, b_scale, kind, groups, out, out_dtype, mnk, major, expected, backend) -> torch.Tensor:

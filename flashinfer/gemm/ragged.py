@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer._core.literals import Backend
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -76,8 +76,7 @@ def masked_bmm(
     k, n = b.shape[:0:-1] if transpose_b else b.shape[1:]
     given.same("b", k, "a", a.shape[2], "K")
     given.same("b", len(b), "a", len(a), "entries")
-    require(masked_m.shape == a.shape[:1], "masked_m", tuple(masked_m.shape), f"[{len(a)}], the entries of a")
-    require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
+    require_fit("masked_m", masked_m, masked_m.shape == a.shape[:1], f"[{len(a)}], the entries of a", torch.int32)
     out = given.result(out, (*a.shape[:2], n), a.dtype, a)
     return _unscaled(a, b, out, masked_m, "counts", not transpose_b, a.shape[1], backend)
 
@@ -281,8 +280,7 @@ def masked_scaled_bmm(
     _check_most(0, max_m_device)
     (entries, m, _), n = a.shape, b.shape[1]
     given.same("b", len(b), "a", entries, "entries")
-    require(masked_m.shape == (entries,), "masked_m", tuple(masked_m.shape), f"[{entries}], the entries of a")
-    require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
+    require_fit("masked_m", masked_m, masked_m.shape == (entries,), f"[{entries}], the entries of a", torch.int32)
     blocks = given.blocks_of("a", _elements(a), factors.width)
     a_scale = given.factors("a_scale", a_scale, m, blocks, "128x4", entries)
     b_scale = given.factors("b_scale", b_scale, n, blocks, "128x4", entries)
@@ -456,8 +454,7 @@ def group_gemm_fp8_nt_groupwise_contiguous(
     require(mnk == (1, 128, 128), "scale_granularity_mnk", mnk, "(1, 128, 128)")
     require(out is not None or out_dtype in (None, torch.bfloat16), "out_dtype", out_dtype, "torch.bfloat16")
     require(out is None or out.dtype == torch.bfloat16, "out", None if out is None else out.dtype, "torch.bfloat16")
-    require(m_indices.shape == a.shape[:1], "m_indices", tuple(m_indices.shape), f"[{a.shape[0]}], the rows of a")
-    require(m_indices.dtype == torch.int32, "m_indices", m_indices.dtype, "int32")
+    require_fit("m_indices", m_indices, m_indices.shape == a.shape[:1], f"[{a.shape[0]}], the rows of a", torch.int32)
     if validate_indices:
         _check_sorted(m_indices.tolist(), len(b))
     return _groupwise(a, b, a_scale, b_scale, "indices", m_indices, out, torch.bfloat16, mnk, "K", None, "auto")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.checks import NoPlan, dtype_name, present, require, require_tensor
+from flashinfer._core.checks import NoPlan, dtype_name, present, require, require_fit, require_tensor
 from flashinfer._core.literals import Backend
 from flashinfer._core.tracing import is_traced
 from flashinfer._direct.given import as_rows, flag, pair, real, whole
@@ -439,8 +439,7 @@ def widened(asked: PlanOptions, table: Table, queries: tuple, caches: tuple, sca
     ckv, _ = caches
     name, groups = "ckv_scale_arr", scales.shape[-1] if scales.dim() else 0
     fits = scales.shape[:-1] == ckv.shape[:-1] and groups > 0 and ckv.shape[-1] % groups == 0
-    require(fits, name, tuple(scales.shape), f"{(*ckv.shape[:-1], max(ckv.shape[-1] // 128, 1))}")
-    require(scales.dtype == torch.float32, name, scales.dtype, "float32")
+    require_fit(name, scales, fits, f"{(*ckv.shape[:-1], max(ckv.shape[-1] // 128, 1))}", torch.float32)
     require(scales.device == ckv.device, name, f"a tensor on {scales.device}", str(ckv.device))
     pages = present("page_table", table.kv_indices).long().clamp(0, max(ckv.shape[0] - 1, 0))
     dtype = torch.float16 if asked.q_dtype == torch.float16 else torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, present, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, present, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer._core.sizes import power_of_two
@@ -232,8 +232,7 @@ def _format(use_nvfp4, use_mxfp8, global_scale) -> str:
 def _modulate(given, factor, shift, epsilon, format, scaling, results) -> tuple[torch.Tensor, torch.Tensor]:
     """given : tensors by their names, of which `factor` and `shift` name two. results : what the caller gave."""
     x = given["input"]
-    require(x.dim() == 3, "input", tuple(x.shape), "[batch, rows, hidden]")
-    require(x.dtype in _DTYPES, "input", x.dtype, "bfloat16, float16, float32")
+    require_fit("input", x, x.dim() == 3, "[batch, rows, hidden]", *_DTYPES)
     batch, rows, hidden = x.shape
     fits = hidden > 0 and (not format or hidden % FORMATS[format].width == 0)
     require(fits, "input", tuple(x.shape), f"rows of a multiple of {FORMATS[format].width if format else 1}")
@@ -267,8 +266,7 @@ def _modulate(given, factor, shift, epsilon, format, scaling, results) -> tuple[
 def _bias(name, bias, hidden):
     if bias is None:
         return None
-    require(bias.shape in ((hidden,), (1, hidden)), name, tuple(bias.shape), f"[{hidden}] or [1, {hidden}]")
-    require(bias.dtype == torch.float32, name, bias.dtype, "float32")
+    require_fit(name, bias, bias.shape in ((hidden,), (1, hidden)), f"[{hidden}] or [1, {hidden}]", torch.float32)
     return bias.reshape(hidden).contiguous()
 
 

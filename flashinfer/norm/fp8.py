@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require, same_device, wants_pdl
+from flashinfer._core.checks import require, require_fit, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
@@ -212,8 +212,7 @@ def fused_add_rmsnorm_fp8_block_quant(
     require(out.dtype == torch.float8_e4m3fn, "out", out.dtype, "float8_e4m3fn")
     pitch = -(-rows // 4) * 4
     fits = block_scale.shape == (hidden // 128, pitch) and block_scale.is_contiguous()
-    require(fits, "block_scale", tuple(block_scale.shape), f"[{hidden // 128}, {pitch}], contiguous")
-    require(block_scale.dtype == torch.float32, "block_scale", block_scale.dtype, "float32")
+    require_fit("block_scale", block_scale, fits, f"[{hidden // 128}, {pitch}], contiguous", torch.float32)
     quantised(
         input, residual, weight, out, None, block_scale, None, normed_out, [eps, 1.0], "fp8_block", "", "",
         pdl=wants_pdl(enable_pdl),

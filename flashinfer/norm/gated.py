@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.sizes import power_of_two
 from flashinfer.norm._rows import ROW_DTYPES, check_rows, check_weights, launch
@@ -302,15 +302,13 @@ def _accepted(branch, residual, weight, alpha, beta, next_weight) -> bool:
 
 
 def _check_gated(branch, residual, weight, alpha, beta, next_weight) -> None:
-    require(branch.dim() == 2, "branch", tuple(branch.shape), "[rows, hidden]")
-    require(branch.dtype in ROW_DTYPES, "branch", branch.dtype, "bfloat16, float16, float32")
+    require_fit("branch", branch, branch.dim() == 2, "[rows, hidden]", *ROW_DTYPES)
     require(residual.shape == branch.shape, "residual", tuple(residual.shape), f"{tuple(branch.shape)}, as branch")
     require(residual.dtype == torch.float32, "residual", residual.dtype, "float32")
     hidden = branch.shape[1]
     for name, gate in (("alpha", alpha), ("beta", beta)):
         if gate is not None:
-            require(gate.shape == (hidden,), name, tuple(gate.shape), f"[{hidden}], a row of branch")
-            require(gate.dtype == torch.float32, name, gate.dtype, "float32")
+            require_fit(name, gate, gate.shape == (hidden,), f"[{hidden}], a row of branch", torch.float32)
     weights = {"weight" if next_weight is None else "post_weight": weight, "next_weight": next_weight}
     check_weights(branch, **{name: w for name, w in weights.items() if w is not None})
     if weight is not None and next_weight is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require, same_device, wants_pdl
+from flashinfer._core.checks import require, require_fit, same_device, wants_pdl
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FORMATS
 from flashinfer.quantization import _rows
@@ -391,8 +391,7 @@ def scaled_fp4_grouped_quantize(
     """
     require(a.dim() == 3, "a", tuple(a.shape), "[B, M, K]")
     batch, rows, columns = a.shape
-    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
-    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    require_fit("mask", mask, mask.shape == (batch,), f"[{batch}], the first dimension of a", torch.int32)
     require(mask.device == a.device, "mask", f"a tensor on {mask.device}", f"{a.device}, where a is")
     scale = _rows.scale_tensor("a_global_sf", a_global_sf, a, batch)
     score = _score(nvfp4_4over6, "nvfp4")

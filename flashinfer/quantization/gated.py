@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer.ops import activation as room
@@ -89,8 +89,7 @@ def gated_rows(name: str, x: torch.Tensor, width: int) -> torch.Tensor:
     """x [..., 2 * K] as [1, rows, 2 * K], with K whole blocks of `width`."""
     require(x.dim() >= 2, name, tuple(x.shape), "two dimensions or more")
     fits = x.shape[-1] > 0 and x.shape[-1] % (2 * width) == 0
-    require(fits, name, tuple(x.shape), f"[..., 2 * K] with K a multiple of {width}")
-    require(x.dtype in (torch.bfloat16, torch.float16), name, x.dtype, "bfloat16, float16")
+    require_fit(name, x, fits, f"[..., 2 * K] with K a multiple of {width}", torch.bfloat16, torch.float16)
     return x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
 
 

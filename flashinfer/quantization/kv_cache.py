@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_apart, check_values, require, same_device
+from flashinfer._core.checks import check_apart, check_values, require, require_fit, same_device
 from flashinfer._core.literals import KvLayout
 from flashinfer.compat.queries import answering
 from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES, Format
@@ -47,8 +47,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[
     >>> codes.shape, factors.shape
     (torch.Size([4, 32]), torch.Size([4, 4]))
     """
-    require(input.dim() == 2, "input", tuple(input.shape), "[M, K]")
-    require(input.dtype in (torch.bfloat16, torch.float16), "input", input.dtype, "bfloat16, float16")
+    require_fit("input", input, input.dim() == 2, "[M, K]", torch.bfloat16, torch.float16)
     scale = _rows.scale_tensor("global_scale", global_scale, input)
     codes, factors, _ = _rows.quantize("input", input[None], "nvfp4", "linear", scale, inverse=True)
     return codes[0], factors.view(input.shape[0], input.shape[1] // 16)

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import KvLayout
 from flashinfer.ops import rope as room
@@ -413,8 +413,7 @@ def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, format, pdl, backend=
 
 
 def _check_heads(q, k, v) -> None:
-    require(q.rope.dim() == 3, "q_rope", tuple(q.rope.shape), "[nnz, num_qo_heads, rope_dim]")
-    require(q.rope.dtype in _DTYPES, "q_rope", q.rope.dtype, "bfloat16, float16, float32")
+    require_fit("q_rope", q.rope, q.rope.dim() == 3, "[nnz, num_qo_heads, rope_dim]", *_DTYPES)
     tokens, heads, rope_dim = q.rope.shape
     shapes = {"k_rope": (k.rope, k.rope.shape[1], rope_dim), "q_nope": (q.rest, heads, None)}
     shapes["k_nope"] = k.rest, k.rope.shape[1], None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import rope as room
@@ -411,8 +411,7 @@ def _rotate(inputs, outs, positions, offsets, rotary_dim, interleave, source) ->
 
 
 def _check_heads(q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor) -> None:
-    require(q.dim() == 3, q_name, tuple(q.shape), "[nnz, heads, head_dim]")
-    require(q.dtype in _DTYPES, q_name, q.dtype, "bfloat16, float16, float32")
+    require_fit(q_name, q, q.dim() == 3, "[nnz, heads, head_dim]", *_DTYPES)
     alike = k.dim() == 3 and k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2]
     require(alike, k_name, tuple(k.shape), f"{tuple(q.shape)}, as {q_name} has it, or other heads")
     require(k.dtype == q.dtype, k_name, k.dtype, f"{q.dtype}, the dtype of {q_name}")
