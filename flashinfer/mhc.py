@@ -192,12 +192,8 @@ def mhc_pre_big_fuse_with_prenorm(
 
     Returns
     -------
-    post : torch.Tensor
-        float32 [..., 4, 1].
-    comb : torch.Tensor
-        float32 [..., 4, 4].
-    layer_input : torch.Tensor
-        [..., hidden] in the dtype of residual.
+    post, comb, layer_input : torch.Tensor
+        As in `mhc_pre_big_fuse`.
 
     Raises
     ------

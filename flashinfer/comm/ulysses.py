@@ -205,13 +205,8 @@ class UlyssesCommunicator:
 
         Raises
         ------
-        ValueError
-            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
-            too small.
-        RuntimeError
-            The communicator is closed.
-        TimeoutError
-            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
+        ValueError, TimeoutError, RuntimeError
+            As in `scatter_heads`.
         """
         self._check("x", x, workspace)
         batch, tokens, heads, dim = x.shape
@@ -254,13 +249,8 @@ class UlyssesCommunicator:
 
         Raises
         ------
-        ValueError
-            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
-            too small.
-        RuntimeError
-            The communicator is closed.
-        TimeoutError
-            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
+        ValueError, TimeoutError, RuntimeError
+            As in `scatter_heads`.
         """
         packed = pack_ulysses_qkv_head_chunk(
             query, key, value, world_size=self.world_size, head_offset=head_offset, head_count=head_count
@@ -298,13 +288,8 @@ class UlyssesCommunicator:
 
         Raises
         ------
-        ValueError
-            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
-            too small.
-        RuntimeError
-            The communicator is closed.
-        TimeoutError
-            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
+        ValueError, TimeoutError, RuntimeError
+            As in `scatter_heads`.
         """
         received = self.gather_heads(x, workspace=workspace)
         return merge_ulysses_output_head_chunk(

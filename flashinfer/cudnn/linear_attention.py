@@ -51,8 +51,7 @@ def cudnn_chunk_gated_delta_rule(
     Returns
     -------
     torch.Tensor or (torch.Tensor, torch.Tensor)
-        [tokens, heads, V] in the dtype of q; with `output_final_state` also the final states, in float32 if
-        `output_state` was not given.
+        As of `flashinfer.chunk_gated_delta_rule`.
 
     Raises
     ------
@@ -96,8 +95,7 @@ def cudnn_chunk_gated_delta_rule2(
     Returns
     -------
     torch.Tensor or (torch.Tensor, torch.Tensor)
-        [tokens, heads, V] in the dtype of q; with `output_final_state` also the final states, in float32 if
-        `output_state` was not given.
+        As of `flashinfer.chunk_gated_delta_rule2`.
 
     Raises
     ------

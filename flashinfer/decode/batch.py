@@ -231,10 +231,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
         Returns
         -------
-        float_bytes : int
-            What `float_workspace_buffer` has to hold, so that the wrapper allocates no scratch of its own.
-        int_bytes : int
-            Always 0: the wrapper owns its work lists.
+        float_bytes, int_bytes : int
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.workspace_size`.
 
         Raises
         ------
@@ -339,8 +337,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         Raises
         ------
         ValueError
-            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; `out` that
-            has part of an operand's memory. Nothing is written then.
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if args:
             scales = q_scale, k_scale, v_scale

@@ -258,8 +258,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         Raises
         ------
         ValueError
-            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; `out` that
-            has part of an operand's memory. Nothing is written then.
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if args:
             scales = q_scale, k_scale, v_scale

@@ -219,10 +219,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
         Returns
         -------
-        float_bytes : int
-            What `float_workspace_buffer` has to hold, so that the wrapper allocates no scratch of its own.
-        int_bytes : int
-            Always 0: the wrapper owns its work lists.
+        float_bytes, int_bytes : int
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.workspace_size`.
 
         Raises
         ------
@@ -384,9 +382,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
         Returns
         -------
-        out : Tensor [rows, num_qo_heads, head_dim_vo]
-        lse : float32 Tensor [rows, num_qo_heads]
-            Base 2; -inf for a row that sees no key, whose out is 0.
+        out, lse : torch.Tensor
+            As in `run_return_lse`.
 
         Raises
         ------

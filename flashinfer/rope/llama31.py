@@ -45,8 +45,7 @@ def apply_llama31_rope(
     Raises
     ------
     ValueError
-        A shape, dtype, device or value other than the above. Values of indptr are checked on the CPU, and on a GPU if
-        FLASHINFER_DEBUG=1 (it waits for the device).
+        As in `flashinfer.apply_rope`.
 
     References
     ----------
@@ -92,8 +91,7 @@ def apply_llama31_rope_inplace(
     Raises
     ------
     ValueError
-        A shape, dtype, device or value other than the above. Values of indptr are checked on the CPU, and on a GPU if
-        FLASHINFER_DEBUG=1 (it waits for the device).
+        As in `flashinfer.apply_rope`.
 
     Examples
     --------

@@ -104,8 +104,7 @@ def apply_rope_inplace(
     Raises
     ------
     ValueError
-        A shape, dtype, device or value other than the above. Values of indptr are checked on the CPU, and on a GPU if
-        FLASHINFER_DEBUG=1 (it waits for the device).
+        As in `apply_rope`.
 
     Examples
     --------
