@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from functools import partial
 from numbers import Real
-from typing import cast
-
 import torch
 
 from flashinfer._core.checks import renamed, require, require_tensor
@@ -295,7 +293,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> torch.Tensor:
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Older name of `run`; these options replace the planned ones, for this call and later ones.
 
         An option that is left out takes its default here, not what plan() was given.
@@ -311,45 +311,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             Not read: sums are float32.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `plan`.
-
-        Returns
-        -------
-        Tensor [rows, num_qo_heads, head_dim_vo]
-            As `run` without return_lse.
-
-        Raises
-        ------
-        ValueError
-            As `run`; an option out of its range, by name.
-        """
-        self._change_plan(
-            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        return cast(torch.Tensor, self.run(q, k, v))
-
-    def forward_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False,
-        pos_encoding_mode: PosEncodingMode = "NONE",
-        use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
-        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`; these options replace the planned ones, for this call and later ones.
-
-        An option that is left out takes its default here, not what plan() was given.
-
-        Parameters
-        ----------
-        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
-        k, v, causal, use_fp16_qk_reduction
-            As in `forward`.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-            As in `plan`.
+        return_lse : bool
 
         Returns
         -------
         out : Tensor [rows, num_qo_heads, head_dim_vo]
-        lse : float32 Tensor [rows, num_qo_heads]
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
 
         Raises
@@ -361,4 +328,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
-        return self.run_return_lse(q, k, v)
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = returning_lse(forward)
