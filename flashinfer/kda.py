@@ -443,28 +443,14 @@ class RecurrentKDAPrefillWrapper:
 
         Parameters
         ----------
-        q, k : torch.Tensor
-            [1, tokens, query heads, K].
-        v : torch.Tensor
-            [1, tokens, heads, V] of the same dtype.
-        g : torch.Tensor
-            [1, tokens, heads, K]: logarithms of decays, or raw gates with use_gate_in_kernel.
-        beta : torch.Tensor
-            [1, tokens, heads]; its sigmoid is taken with beta_is_logit.
-        A_log, dt_bias, scale, lower_bound : optional
+        q, k, v, g, beta : torch.Tensor
+            As in `recurrent_kda`, of all sequences one after another: [1, tokens, ...].
+        A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel
             As in `recurrent_kda`.
-        initial_state : torch.Tensor, optional
-            [sequences, heads, V, K], or a pool of slots with ssm_state_indices; updated in place. None: zero.
-        output_final_state : bool
-            Whether to return the states.
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, beta_is_logit : bool
+        lower_bound, output, beta_is_logit, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
             As in `recurrent_kda`.
-        output : torch.Tensor, optional
-            Where to write, shaped as v.
-        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, checkpoint_state_indices : optional
-            States on the way, as in `recurrent_kda`.
-        ssm_state_indices : torch.Tensor, optional
-            [sequences]: the slot of each; a negative one is padding.
+        checkpoint_state_indices, ssm_state_indices
+            As in `recurrent_kda`.
 
         Returns
         -------

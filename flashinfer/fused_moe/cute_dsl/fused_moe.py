@@ -301,28 +301,16 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         *,
         per_token_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layer, as `cute_dsl_fused_moe`, whose docstring has the layouts of each mode.
+        """Run the layer.
 
         Parameters
         ----------
-        x : torch.Tensor
-            [tokens, hidden_size] of the mode's dtype; two elements a byte with "w4a4".
-        x_sf : torch.Tensor or None
-            Its block scales; None with "w4a16".
-        token_selected_experts : torch.Tensor
-            [tokens, top_k] int32 or int64, counted over all experts.
-        token_final_scales : torch.Tensor
-            [tokens, top_k] float32, bfloat16 or float16: the weight of each choice.
-        w1_weight, w1_weight_sf, w1_alpha : torch.Tensor
-            First weights of the local experts, their block scales, and a float32 factor an expert.
-        fc2_input_scale : torch.Tensor or None
-            Scale of what lies between both products, with "w4a4"; None with the others.
-        w2_weight, w2_weight_sf, w2_alpha : torch.Tensor
-            The same of the second weights.
+        x, x_sf, token_selected_experts, token_final_scales, w1_weight, w1_weight_sf, w1_alpha, fc2_input_scale
+            As in `cute_dsl_fused_moe`, in the mode and the sizes of the layer.
+        w2_weight, w2_weight_sf, w2_alpha, per_token_scale
+            As in `cute_dsl_fused_moe`.
         tactic : tuple, optional
             One of `get_valid_tactics`; None chooses by the number of tokens. Results differ by roundings of sums.
-        per_token_scale : torch.Tensor, optional
-            A factor of each token, with "w4a4"; None with the others.
 
         Returns
         -------
