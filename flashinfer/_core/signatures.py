@@ -10,14 +10,18 @@ from functools import wraps
 
 def like(function: Callable, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Give the decorated function the signature of another one, less some of its parameters."""
-    signature = inspect.signature(function)
-    kept = [x for name, x in signature.parameters.items() if name not in without]
 
     def decorate(passes_on: Callable) -> Callable:
-        passes_on.__signature__ = signature.replace(parameters=kept)
+        passes_on.__signature__ = less(function, without)
         return passes_on
 
     return decorate
+
+
+def less(function: Callable, without: tuple[str, ...]) -> inspect.Signature:
+    """The signature of a function, less some of its parameters."""
+    signature = inspect.signature(function)
+    return signature.replace(parameters=[x for name, x in signature.parameters.items() if name not in without])
 
 
 def returning_lse(run: Callable) -> Callable:
@@ -68,18 +72,18 @@ ValueError
 
 def sized_by(plan: Callable, *without: str) -> Callable:
     """A method workspace_size(): plan()'s arguments less some, for a plan of the wrapper that `_probe` makes."""
+    signature = less(plan, without).replace(return_annotation="tuple[int, int]")
+    first, *names = signature.parameters
 
-    @like(plan, without)
     @wraps(plan)
     def workspace_size(self, *args, **kwargs):
         given = signature.bind(self, *args, **kwargs).arguments
+        del given[first]
         probe = self._probe()
-        probe.plan(**{name: given[name] for name in names if name in given})
+        probe.plan(**given)
         return probe._planned().scratch_bytes, 0
 
-    signature = workspace_size.__signature__.replace(return_annotation="tuple[int, int]")
-    names = list(signature.parameters)[1:]
-    workspace_size.__signature__ = signature
+    setattr(workspace_size, "__signature__", signature)
     workspace_size.__name__ = "workspace_size"
     workspace_size.__qualname__ = plan.__qualname__.replace("plan", "workspace_size")
     workspace_size.__doc__ = _SIZE.format(names=", ".join(names))
