@@ -421,10 +421,8 @@ class VariableBlockSparseAttentionWrapper(BlockSparseWrapper):
         out : Tensor [num_qo_heads, qo_len, head_dim], optional
         lse : float32 Tensor [num_qo_heads, qo_len], optional
         return_lse : bool
-        enable_pdl : bool, optional
-            Programmatic dependent launch: no effect on results.
-        lse_base : str
-            Base of the log-sum-exp: "log2" or "ln".
+        enable_pdl, lse_base
+            As in `BlockSparseAttentionWrapper.run`.
 
         Returns
         -------

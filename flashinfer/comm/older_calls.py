@@ -112,10 +112,8 @@ def trtllm_destroy_ipc_workspace_for_all_reduce(workspace: list, group=None) -> 
 
     Parameters
     ----------
-    workspace : list
-        The first result of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
-    group : ProcessGroup, optional
-        Not needed.
+    workspace, group
+        As in `trtllm_destroy_ipc_workspace_for_all_reduce_fusion`.
 
     Raises
     ------

@@ -93,12 +93,10 @@ def get_pcie_ipc_all_gather_launch_config(
 
     Parameters
     ----------
-    world_size : int
-        2, 4 or 8.
+    world_size, max_blocks
+        As in `get_pcie_ipc_launch_config`.
     shard_numel, element_size : int
         Elements of a rank, and bytes of one: 2. Together a multiple of 16 bytes.
-    max_blocks : int
-        The most programs: 1 to 128.
     ordered_4plus4 : bool
         Of upstream's copies between two halves of 8 GPUs; ranks are alike here, and it changes nothing.
 

@@ -143,10 +143,8 @@ class MnnvlMoe:
 
         Parameters
         ----------
-        mapping : Mapping
-            Its tp_rank and tp_size are the ranks.
-        config : MnnvlConfig, optional
-            Its comm_backend is the ranks; by default the default process group.
+        mapping, config
+            As in `get_moe_workspaces`.
 
         Returns
         -------

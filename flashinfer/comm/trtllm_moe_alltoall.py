@@ -129,10 +129,8 @@ class MoeAlltoAll:
             Ranks, experts of a token, the most tokens of a rank, elements of a row.
         extra_payload_bytes_per_token : int
             Bytes of what else travels with a token.
-        eplb_stats_num_experts : int
-            Experts whose statistics a dispatch gathers; 0 for none.
-        backend : str
-            "trtllm".
+        eplb_stats_num_experts, backend
+            As in `get_workspace`.
 
         Returns
         -------

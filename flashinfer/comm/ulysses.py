@@ -237,10 +237,8 @@ class UlyssesCommunicator:
             [B, S_local, H, D], as `pack_ulysses_qkv_head_chunk` takes them.
         head_offset, head_count : int
             Which of each rank's heads go: from head_offset on, so many.
-        out : torch.Tensor, optional
-            Receives the result, contiguous.
-        workspace : UlyssesWorkspace, optional
-            Not used, but checked to be large enough.
+        out, workspace
+            As in `gather_heads`.
 
         Returns
         -------

@@ -144,7 +144,7 @@ def fp8_qkv_qknorm_rope(
 
     Parameters
     ----------
-    a, a_scale, qkv_scale, config, out_dtype, output_quant_scale
+    a, a_scale, qkv_scale, config, out_dtype, output_quant_scale, out
         As in `fp8_linear`.
     qkv_weight, qkv_weight_scale : torch.Tensor
         As weight and weight_scale there, with N = 3 * num_q_heads * head_dim: rows of Q, of K, of V.
@@ -160,8 +160,6 @@ def fp8_qkv_qknorm_rope(
         128.
     is_neox : bool
         False: neighbours are pairs.
-    out : torch.Tensor, optional
-        [M, N] of `out_dtype`, any strides.
 
     Returns
     -------

@@ -109,12 +109,10 @@ def ragged_bmm(
         About the most rows of an entry; it chooses the tile, and has no effect on which rows are computed.
     max_m_device : torch.Tensor, optional
         The same on the device, of one element; it has no effect.
-    transpose_a, transpose_b : bool
-        Which of the two shapes a and b have.
+    transpose_a, transpose_b, backend
+        As in `masked_bmm`.
     out_dtype : torch.dtype, optional
         bfloat16, float16 or float32; by default that of a.
-    backend : str
-        "cutile" or "auto": one result. Or a variant's name.
 
     Returns
     -------
@@ -238,19 +236,15 @@ def masked_scaled_bmm(
     a_scale, b_scale : torch.Tensor
         Bytes of any 8-bit dtype and any shape, contiguous, upstream's being [Q, rows / 128, blocks / 4, 2, 256]: for
         each entry the factors of its rows in 128x4 tiles.
-    masked_m : torch.Tensor
-        [Q] int32, on the device: how many rows of each entry count. It is read by the kernel alone.
+    masked_m, backend
+        As in `masked_bmm`.
     block_scale_type : str
         "nvfp4": e2m1, an e4m3 factor for 16 elements. "mxfp4": e2m1, a ue8m0 factor for 32. "mxfp8": FP8, the same.
         "mixed": a as in "mxfp8", b as in "mxfp4"; a is not rounded to FP4.
     max_m_device : torch.Tensor, optional
         The largest of masked_m on the device, of one element; it has no effect.
-    transpose_a, transpose_b : bool
-        Only False, and only True.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default bfloat16.
-    backend : str
-        "cutile" or "auto": one result. Or a variant's name.
+    transpose_a, transpose_b, out_dtype
+        As in `ragged_block_scaled_bmm`.
 
     Returns
     -------

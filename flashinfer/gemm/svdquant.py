@@ -185,14 +185,12 @@ def svdquant_linear(
 
     Parameters
     ----------
-    x : torch.Tensor
-        [m, k]; bfloat16 or float16, any strides. k a multiple of 16.
+    x, pre_quant_scale, global_scale
+        As in `nvfp4_quantize_smooth`.
     weight_fp4, weight_sf : torch.Tensor
         What the low rank leaves of the weight, as b and b_sf of `mm_nvfp4_svdquant`.
     alpha, bias, backend, enable_pdl
         As there.
-    pre_quant_scale, global_scale : torch.Tensor
-        As in `nvfp4_quantize_smooth`.
     l2t_smoothed : torch.Tensor
         [k, rank], dtype of x: the second factor transposed, its rows times pre_quant_scale. ``x @ l2t`` is rounded.
     l1_scaled : torch.Tensor

@@ -359,12 +359,10 @@ def scaled_fp4_grouped_quantize(
 
     Parameters
     ----------
-    a : torch.Tensor
-        [B, M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 16.
+    a, a_global_sf
+        As in `nvfp4_batched_quantize`.
     mask : torch.Tensor
         int32 [B]: how many rows of each matrix count. Codes and factors of the others are not defined.
-    a_global_sf : torch.Tensor
-        float32 [1] or [B]: 448 * 6 / (largest magnitude).
     nvfp4_4over6 : NVFP44Over6Config, optional
         As in `fp4_quantize`.
 
