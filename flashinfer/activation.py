@@ -38,9 +38,7 @@ def silu_and_mul(
     out : torch.Tensor, optional
         Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
     enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+        As in `flashinfer.rmsnorm`.
 
     Returns
     -------

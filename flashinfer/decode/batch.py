@@ -163,10 +163,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
         Notes
         -----
-        Offsets and last page lengths are read here, in the order of the stream: their tensors may be filled again once
-        plan() has returned. Page ids that are contiguous int32 on the wrapper's device are kept by reference, and run()
-        reads them there; ids on the host, or of int64, are copied. In CUDA-graph mode every table is copied into the
-        wrapper's buffers, which run() reads.
+        What is read here and what is kept by reference is as in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         if type(q_len_per_req) is not int or q_len_per_req < 1:
             q_len_per_req = as_count("q_len_per_req", q_len_per_req)

@@ -174,9 +174,7 @@ def mxfp8_quantize_cute_dsl(
     input, is_sf_swizzled_layout, alignment
         As in `flashinfer.mxfp8_quantize`.
     enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+        As in `flashinfer.rmsnorm`.
     is_sf_8x4_layout : bool
         Tiles of 8 rows and 4 factors; with is_sf_swizzled_layout only.
 

@@ -88,9 +88,7 @@ def fp4_quantize(
     is_global_scale_inversed : bool
         `global_scale` holds 1 / g.
     enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+        As in `flashinfer.rmsnorm`.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     nvfp4_4over6 : NVFP44Over6Config, optional
