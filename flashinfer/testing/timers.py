@@ -5,61 +5,137 @@ from __future__ import annotations
 import math
 import random
 import time as clock
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._core.signatures import less, like
 from flashinfer.testing.bench import bench_gpu_time
 
 
-_TIMER = """{how}
+def bench_gpu_time_with_cuda_event(
+    fn,
+    dry_run_iters=None,
+    repeat_iters=None,
+    dry_run_time_ms=25,
+    repeat_time_ms=100,
+    l2_flush=None,
+    l2_flush_size_mb=None,
+    l2_flush_device=None,
+    sleep_after_run=False,
+    input_args=(),
+    input_kwargs=None,
+    cold_l2_cache=True,
+    aggregate_op=max,
+) -> list[float]:
+    """`bench_gpu_time` by events around each call.
 
-Parameters
-----------
-{names}
-    As in `bench_gpu_time`.
+    Parameters
+    ----------
+    fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb
+        As in `bench_gpu_time`.
+    l2_flush_device, sleep_after_run, input_args, input_kwargs, cold_l2_cache, aggregate_op
+        As in `bench_gpu_time`.
 
-Returns
--------
-list of float
-    Milliseconds of one call, an entry for each measured call or replay.
+    Returns
+    -------
+    list of float
+        Milliseconds of one call, an entry for each measured call or replay.
 
-Raises
-------
-ValueError
-    There is no CUDA device, or a count is not positive.
-"""
-
-
-def _timer(name: str, how: str, without: tuple[str, ...], **fixed: bool) -> Callable[..., list[float]]:
-    """`bench_gpu_time` without some of its parameters, which are `fixed` or have their defaults."""
-    signature = less(bench_gpu_time, without)
-
-    @like(bench_gpu_time, without)
-    def timer(*args, **kwargs) -> list[float]:
-        return bench_gpu_time(**signature.bind(*args, **kwargs).arguments, **fixed)
-
-    timer.__name__ = timer.__qualname__ = name
-    timer.__doc__ = _TIMER.format(how=how, names=", ".join(signature.parameters))
-    return timer
+    Raises
+    ------
+    ValueError
+        There is no CUDA device, or a count is not positive.
+    """
+    return bench_gpu_time(
+        fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb, l2_flush_device,
+        sleep_after_run, input_args=input_args, input_kwargs=input_kwargs, cold_l2_cache=cold_l2_cache,
+        aggregate_op=aggregate_op,
+    )  # fmt: skip
 
 
-bench_gpu_time_with_cuda_event = _timer(
-    "bench_gpu_time_with_cuda_event", "`bench_gpu_time` by events around each call.",
-    ("enable_cupti", "use_cuda_graph", "num_iters_within_graph"),
-)  # fmt: skip
-bench_gpu_time_with_cudagraph = _timer(
-    "bench_gpu_time_with_cudagraph", "`bench_gpu_time` by replays of a CUDA graph.",
-    ("enable_cupti", "use_cuda_graph"), use_cuda_graph=True,
-)  # fmt: skip
-bench_gpu_time_with_cupti = _timer(
-    "bench_gpu_time_with_cupti",
-    "`bench_gpu_time(enable_cupti=True)`: a warning says that events or a graph time the call in CUPTI's place.",
-    ("enable_cupti", "num_iters_within_graph"), enable_cupti=True,
-)  # fmt: skip
+def bench_gpu_time_with_cudagraph(
+    fn,
+    dry_run_iters=None,
+    repeat_iters=None,
+    dry_run_time_ms=25,
+    repeat_time_ms=100,
+    num_iters_within_graph=10,
+    l2_flush=None,
+    l2_flush_size_mb=None,
+    l2_flush_device=None,
+    sleep_after_run=False,
+    input_args=(),
+    input_kwargs=None,
+    cold_l2_cache=True,
+    aggregate_op=max,
+) -> list[float]:
+    """`bench_gpu_time` by replays of a CUDA graph.
+
+    Parameters
+    ----------
+    fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, num_iters_within_graph, l2_flush
+        As in `bench_gpu_time`.
+    l2_flush_size_mb, l2_flush_device, sleep_after_run, input_args, input_kwargs, cold_l2_cache, aggregate_op
+        As in `bench_gpu_time`.
+
+    Returns
+    -------
+    list of float
+        Milliseconds of one call, an entry for each measured call or replay.
+
+    Raises
+    ------
+    ValueError
+        There is no CUDA device, or a count is not positive.
+    """
+    return bench_gpu_time(
+        fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb, l2_flush_device,
+        sleep_after_run, use_cuda_graph=True, num_iters_within_graph=num_iters_within_graph, input_args=input_args,
+        input_kwargs=input_kwargs, cold_l2_cache=cold_l2_cache, aggregate_op=aggregate_op,
+    )  # fmt: skip
+
+
+def bench_gpu_time_with_cupti(
+    fn,
+    dry_run_iters=None,
+    repeat_iters=None,
+    dry_run_time_ms=25,
+    repeat_time_ms=100,
+    l2_flush=None,
+    l2_flush_size_mb=None,
+    l2_flush_device=None,
+    sleep_after_run=False,
+    use_cuda_graph=False,
+    input_args=(),
+    input_kwargs=None,
+    cold_l2_cache=True,
+    aggregate_op=max,
+) -> list[float]:
+    """`bench_gpu_time(enable_cupti=True)`: a warning says that events or a graph time the call in CUPTI's place.
+
+    Parameters
+    ----------
+    fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb
+        As in `bench_gpu_time`.
+    l2_flush_device, sleep_after_run, use_cuda_graph, input_args, input_kwargs, cold_l2_cache, aggregate_op
+        As in `bench_gpu_time`.
+
+    Returns
+    -------
+    list of float
+        Milliseconds of one call, an entry for each measured call or replay.
+
+    Raises
+    ------
+    ValueError
+        There is no CUDA device, or a count is not positive.
+    """
+    return bench_gpu_time(
+        fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb, l2_flush_device,
+        sleep_after_run, enable_cupti=True, use_cuda_graph=use_cuda_graph, input_args=input_args,
+        input_kwargs=input_kwargs, cold_l2_cache=cold_l2_cache, aggregate_op=aggregate_op,
+    )  # fmt: skip
 
 
 def set_seed(random_seed) -> None:
