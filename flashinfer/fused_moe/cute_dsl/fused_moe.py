@@ -214,8 +214,7 @@ class CuteDslMoEWrapper:
 
     Parameters
     ----------
-    num_experts, top_k, num_local_experts, local_expert_offset, output_dtype, activation_type, swiglu_alpha, \
-swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
+    num_experts, top_k, num_local_experts, local_expert_offset, output_dtype, activation_type, swiglu_alpha
         As in `cute_dsl_fused_moe`.
     hidden_size, intermediate_size : int
         Of the weights that `run` is given.
@@ -227,7 +226,7 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
     device : str or torch.device
         Where the tensors of `run` are.
     swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
-        As in `cute_dsl_fused_moe_nvfp4`.
+        As in `cute_dsl_fused_moe`.
 
     Raises
     ------
