@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import aligned_rows, dtype_name, require, require_fit, same_device
+from flashinfer._core.checks import aligned_rows, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._direct.given import flag, real, whole
 from flashinfer.msa_ops._requests import requests_of
@@ -96,7 +96,8 @@ def msa_proxy_score(
     shape = heads, blocks, q.shape[0]
     if output is None:
         output = torch.empty(shape, dtype=torch.float32, device=q.device)
-    require_fit("output", output, tuple(output.shape) == shape, str(shape), torch.float32)
+    require(tuple(output.shape) == shape, "output", tuple(output.shape), str(shape))
+    require(output.dtype == torch.float32, "output", output.dtype, "float32")
     base = batch.request if batch.starts is None else batch.starts[batch.request] if batch.batch else batch.request
     _block_scores(q, k, batch.seen.int(), base.int(), batch.page_table, output)
     return output
