@@ -42,13 +42,15 @@ def require_dtype(name: str, x: torch.Tensor | None, allowed: tuple) -> None:
         require(x.dtype in allowed, name, f"dtype {x.dtype}", ", ".join(map(str, allowed)))
 
 
-def require_shape(name: str, x: torch.Tensor | None, *shape: int | None) -> None:
-    """Shape equals `shape`, in which None is any size."""
+def require_shape(name: str, x: torch.Tensor | None, *shape: int | None, dtypes: tuple = ()) -> None:
+    """Shape equals `shape`, in which None is any size; and the dtype is one of `dtypes`, if any are given."""
     if x is None:
         return
     fits = x.dim() == len(shape) and all(want is None or want == size for want, size in zip(shape, x.shape))
     wanted = ", ".join("any" if want is None else str(want) for want in shape)
     require(fits, name, f"shape {tuple(x.shape)}", f"[{wanted}]")
+    if dtypes:
+        require_dtype(name, x, dtypes)
 
 
 def require_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -> int:
@@ -84,8 +86,7 @@ def require_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: str)
 def require_offsets(cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """Offsets of packed sequences, which are there, and say where the first begins."""
     cu_seqlens = present("cu_seqlens", cu_seqlens, "a tensor [sequences + 1]")
-    require_shape("cu_seqlens", cu_seqlens, None)
-    require_dtype("cu_seqlens", cu_seqlens, INDICES)
+    require_shape("cu_seqlens", cu_seqlens, None, dtypes=INDICES)
     require(cu_seqlens.shape[0] > 0, "cu_seqlens", "shape (0,)", "[sequences + 1]")
     return cu_seqlens
 
@@ -94,8 +95,7 @@ def require_tree(parents: torch.Tensor | None, sequences: int, tokens: int) -> N
     """Parents of a tree's tokens are [sequences, tokens] integers, and the tree fits into registers."""
     if parents is not None:
         require(tokens <= MOST_TREE_TOKENS, "parents", f"a tree of {tokens} tokens", f"{MOST_TREE_TOKENS} at most")
-        require_shape("parents", parents, sequences, tokens)
-        require_dtype("parents", parents, INDICES)
+        require_shape("parents", parents, sequences, tokens, dtypes=INDICES)
 
 
 def check_longest(name: str, offsets: torch.Tensor | None, most: int) -> None:
@@ -117,8 +117,7 @@ def scale_or_unset(scale: float | None, key_dim: int) -> float:
 def output_like(output: torch.Tensor | None, shape: tuple, dtype: torch.dtype, device) -> torch.Tensor:
     if output is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    require_shape("output", output, *shape)
-    require_dtype("output", output, INPUTS)
+    require_shape("output", output, *shape, dtypes=INPUTS)
     return output
 
 

@@ -104,8 +104,7 @@ def gated_delta_rule_replayssm_commit(
     key_heads = rawk_cache.shape[2]
     require(key_heads > 0 and heads % key_heads == 0, "rawk_cache", f"{key_heads} heads", f"a divisor of {heads}")
     for name in ("g_cache", "beta_cache"):
-        require_shape(name, windows[name], layers, slots, heads, tokens)
-        require_dtype(name, windows[name], (torch.float32,))
+        require_shape(name, windows[name], layers, slots, heads, tokens, dtypes=(torch.float32,))
     require_dtype("checkpoint_state", checkpoint_state, STATES[:3])
     require_dtype("rawv_cache", rawv_cache, INPUTS)
     require_dtype("rawk_cache", rawk_cache, (rawv_cache.dtype,))
@@ -119,15 +118,13 @@ def gated_delta_rule_replayssm_commit(
     }
     batch = state_indices.shape[0] if state_indices.dim() else 0
     for name, x in tables.items():
-        require_shape(name, x, batch)
-        require_dtype(name, x, INDICES)
+        require_shape(name, x, batch, dtypes=INDICES)
     check_values("accept_lens", accept_lens, 0, tokens)
     check_apart([("checkpoint_state", checkpoint_state)], (tables | windows).items())
     for name in ("state_indices", "track_state_indices"):
         if tables[name] is not None:
             check_values(name, tables[name].clamp(min=null_block_id), null_block_id, slots - 1)
-    require_shape("accept_path", accept_path, batch, tokens)
-    require_dtype("accept_path", accept_path, INDICES)
+    require_shape("accept_path", accept_path, batch, tokens, dtypes=INDICES)
     device = same_device(checkpoint_state=checkpoint_state, **windows, **tables, accept_path=accept_path)
     if accept_path is not None and accept_path.device.type == "cpu":
         # What is behind a request's accepted tokens, and of padding, is not read.

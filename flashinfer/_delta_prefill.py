@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.checks import check_apart, dtype_name, require, rows_of, same_device
-from flashinfer._delta import INDICES, STATES, check_tables, require_dtype, require_shape
+from flashinfer._delta import INDICES, STATES, check_tables, require_shape
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Gates, Marks, Pool, Tokens
 from flashinfer.ops.recurrent.layouts import whole_rows
@@ -20,10 +20,8 @@ def check_states(tokens: Tokens, pool: Pool, names: tuple[str, str, str]) -> Non
     """Shapes and dtypes of the states, and of the table of slots, whose argument names are given."""
     n, shape = tokens.sequences, (tokens.heads, tokens.v.shape[3], tokens.k.shape[3])
     for name, x in zip(names, (pool.source, pool.state)):
-        require_shape(name, x, None if pool.read is not None else n, *shape)
-        require_dtype(name, x, STATES)
-    require_shape(names[2], pool.read, n)
-    require_dtype(names[2], pool.read, INDICES)
+        require_shape(name, x, None if pool.read is not None else n, *shape, dtypes=STATES)
+    require_shape(names[2], pool.read, n, dtypes=INDICES)
     check_tables(pool, tokens, names[2], names[1])
 
 
@@ -39,12 +37,9 @@ def marks_of(
     if not every:
         require(slots is None, "checkpoint_state_indices", "a tensor", f"None where {name} is 0")
         return None
-    require_shape("state_checkpoints", out, None, tokens.heads, tokens.v.shape[3], tokens.k.shape[3])
-    require_dtype("state_checkpoints", out, STATES)
-    require_shape("checkpoint_cu_starts", starts, tokens.sequences + 1)
-    require_dtype("checkpoint_cu_starts", starts, INDICES)
-    require_shape("checkpoint_state_indices", slots, None)
-    require_dtype("checkpoint_state_indices", slots, INDICES)
+    require_shape("state_checkpoints", out, None, tokens.heads, tokens.v.shape[3], tokens.k.shape[3], dtypes=STATES)
+    require_shape("checkpoint_cu_starts", starts, tokens.sequences + 1, dtypes=INDICES)
+    require_shape("checkpoint_state_indices", slots, None, dtypes=INDICES)
     return Marks(out, starts, every, first, slots)
 
 

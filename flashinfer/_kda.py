@@ -71,8 +71,7 @@ def kda_chunks(
 ) -> torch.Tensor | None:
     """Whole prompts. marks : states on the way, their starts, their interval, and their slots. Returns the first."""
     check_inputs(q, k, v, g, beta)
-    require_shape("output", out, *q.shape[:2], *v.shape[2:])
-    require_dtype("output", out, INPUTS)
+    require_shape("output", out, *q.shape[:2], *v.shape[2:], dtypes=INPUTS)
     require(offsets is None or q.shape[0] == 1, "q", f"{q.shape[0]} rows", "1 with cu_seqlens")
     require_shape("cu_seqlens", offsets, None)
     tokens = Tokens(q, k, v, g, beta, offsets)

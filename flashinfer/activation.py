@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
@@ -38,9 +38,7 @@ def silu_and_mul(
     out : torch.Tensor, optional
         Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
     enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+        As in `flashinfer.rmsnorm`.
 
     Returns
     -------
@@ -74,14 +72,8 @@ def gelu_and_mul(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [..., 2 * hidden]; bfloat16, float16 or float32, any strides, any hidden.
-    out : torch.Tensor, optional
-        Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    input, out, enable_pdl
+        As in `silu_and_mul`.
 
     Returns
     -------
@@ -111,14 +103,8 @@ def gelu_tanh_and_mul(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [..., 2 * hidden]; bfloat16, float16 or float32, any strides, any hidden.
-    out : torch.Tensor, optional
-        Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    input, out, enable_pdl
+        As in `silu_and_mul`.
 
     Returns
     -------
@@ -201,8 +187,7 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
     factors = torch.empty(batch, high * wide, dtype=torch.uint8, device=a.device)
     recipe = resolve_nvfp4_4over6(nvfp4_4over6)
     score = "" if recipe is None else recipe.err_mode_name.lower()
-    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
-    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    require_fit("mask", mask, mask.shape == (batch,), f"[{batch}], the first dimension of a", torch.int32)
     scale = scales("a_global_sf", a_global_sf, a.device, batch)
     silu_quantised(a, scale, mask, codes, factors, "nvfp4", "128x4", score, pdl=True)
     tiles = factors.view(torch.float8_e4m3fn).view(batch, high // 128, wide // 4, 32, 4, 4)

@@ -181,8 +181,7 @@ def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend:
         require_dtype(argument, t, INPUTS)
     tables = {"query_start_loc": call.offsets, "conv_state_indices": call.slots, "num_accepted_tokens": call.accepted}
     for argument, t in tables.items():
-        require_shape(argument, t, n + (argument == "query_start_loc"))
-        require_dtype(argument, t, INDICES)
+        require_shape(argument, t, n + (argument == "query_start_loc"), dtypes=INDICES)
     require_shape("has_initial_state", call.fresh, n)
     if state is not None:
         require_shape("conv_state", state, n if call.slots is None else None, channels, None)

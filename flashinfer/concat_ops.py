@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import concat as room
@@ -59,8 +59,7 @@ def _concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, b
     one = k_rope.dim() == 3 and k_rope.shape[:2] == (tokens, 1)
     require(one, "k_rope", tuple(k_rope.shape), f"[{tokens}, 1, rope_dim]")
     shape = (tokens, heads, nope + k_rope.shape[2])
-    require(k.shape == shape, "k", tuple(k.shape), f"{shape}, the parts side by side")
-    require(k.dtype in _DTYPES, "k", k.dtype, ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES))
+    require_fit("k", k, k.shape == shape, f"{shape}, the parts side by side", *_DTYPES)
     for name, part in (("k_nope", k_nope), ("k_rope", k_rope)):
         require(part.dtype == k.dtype, name, part.dtype, f"{k.dtype}, the dtype of k")
     same_device(k=k, k_nope=k_nope, k_rope=k_rope)

@@ -90,12 +90,10 @@ def silu_and_mul_mxfp8_quantize_backward(
 
     Parameters
     ----------
-    gated_input : torch.Tensor
-        [M, 2 * K]: gates, then factors; bfloat16 or float16, any strides. M and K multiples of 128.
+    gated_input, rowwise, colwise
+        As in `silu_and_mul_mxfp8_quantize`.
     grad_output : torch.Tensor
         [M, K], dtype of `gated_input`, any strides.
-    rowwise, colwise : bool
-        As in `silu_and_mul_mxfp8_quantize`.
 
     Returns
     -------

@@ -11,7 +11,6 @@ from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
     output_like,
-    require_dtype,
     require_offsets,
     require_shape,
     require_tokens,
@@ -82,8 +81,7 @@ def chunk_gated_delta_rule2(
     require_offsets(cu_seqlens)
     count, key_dim, value_dim = q.shape[0], q.shape[2], v.shape[2]
     for name, x, dim in (("g", g, key_dim), ("beta", beta, key_dim), ("w", w, value_dim)):
-        require_shape(name, x, count, heads, dim)
-        require_dtype(name, x, INPUTS)
+        require_shape(name, x, count, heads, dim, dtypes=INPUTS)
     one = torch.ones(1, dtype=q.dtype, device=q.device)
     g = torch.zeros(1, dtype=q.dtype, device=q.device).expand(count, heads, key_dim) if g is None else g
     beta = one.expand(count, heads, key_dim) if beta is None else beta

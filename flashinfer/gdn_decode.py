@@ -164,26 +164,10 @@ def gated_delta_rule_decode(
 
     Parameters
     ----------
-    q, k : torch.Tensor
-        [batch, T, query heads, K]; bfloat16, float16 or float32. K up to 256 on a GPU.
-    v : torch.Tensor
-        [batch, T, heads, V] of that dtype; heads is a multiple of the query heads.
+    q, k, v, A_log, a, b, dt_bias, scale, output, use_qk_l2norm, backend
+        As in `gated_delta_rule_decode_pretranspose`.
     state : torch.Tensor
         [batch, heads, K, V], updated in place; as in `gated_delta_rule_decode_pretranspose` but for the order of axes.
-    A_log : torch.Tensor
-        [heads].
-    a, b : torch.Tensor
-        [batch, T, heads]: the raw decay and the raw beta.
-    dt_bias : torch.Tensor
-        [heads].
-    scale : float, optional
-        Of the output; 1 / sqrt(K) if not given.
-    output : torch.Tensor, optional
-        [batch, T, heads, V]; receives the result.
-    use_qk_l2norm : bool
-        q and k are divided by sqrt(sum of squares + 1e-6) first.
-    backend : str
-        "auto", "flashinfer", "cake_gdn", "rubin" (all of which are ours), "portable" or "reference".
 
     Returns
     -------
@@ -351,11 +335,9 @@ def decode_tokens(
     batch, tokens, _, key_dim = q.shape
     value_dim = v.shape[3]
     for name, x in (("a", a), ("b", b)):
-        require_shape(name, x, batch, tokens, heads)
-        require_dtype(name, x, INPUTS)
+        require_shape(name, x, batch, tokens, heads, dtypes=INPUTS)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        require_shape(name, x, heads)
-        require_dtype(name, x, INPUTS)
+        require_shape(name, x, heads, dtypes=INPUTS)
     slots = batch if pool.read is None else None
     require_shape("state" if pool.read is None else "initial_state", pool.source, slots, heads, value_dim, key_dim)
     require_dtype("state" if pool.read is None else "initial_state", pool.source, STATES)

@@ -12,7 +12,6 @@ from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
     output_like,
-    require_dtype,
     require_offsets,
     require_shape,
     require_tokens,
@@ -161,8 +160,7 @@ def chunk_gated_delta_rule(
     count, key_dim, value_dim = q.shape[0], q.shape[2], v.shape[2]
     require(max_seqlen is None or 0 <= max_seqlen <= count, "max_seqlen", max_seqlen, f"None, or 0 to {count}")
     for name, x in (("g", g), ("beta", beta)):
-        require_shape(name, x, count, heads)
-        require_dtype(name, x, INPUTS)
+        require_shape(name, x, count, heads, dtypes=INPUTS)
     tokens = Tokens(q[None], k[None], v[None], *(None if x is None else x[None] for x in (g, beta)), offsets=cu_seqlens)
     n = tokens.sequences
     if output_state is None and output_final_state:

@@ -98,19 +98,10 @@ def grouped_mm_fp8(
         [M, K]; float8_e4m3fn or float8_e5m2, rows contiguous.
     b : torch.Tensor
         [experts, N, K]; the same.
-    m_indptr : torch.Tensor
-        [experts + 1] int32, on the device: from 0, not decreasing, up to M. Experts may have no rows, or any number.
-        Rows past the last are not written. It is read by the kernel alone.
+    m_indptr, out, out_dtype, backend, tactic
+        As in `grouped_mm_bf16`.
     alpha : torch.Tensor, optional
         One element (float32, float16 or bfloat16) on either device: a factor of the result.
-    out : torch.Tensor, optional
-        [M, N]; bfloat16, float16 or float32, rows contiguous.
-    out_dtype : torch.dtype
-        bfloat16, float16 or float32. Not read where `out` is given.
-    backend : str
-        "cudnn" or "auto", or a variant's name.
-    tactic : int
-        One of cuDNN's plans; it has no effect here.
 
     Returns
     -------
@@ -160,17 +151,8 @@ def grouped_mm_mxfp8(
         uint8, ue8m0: the factors of all rows of a together, in 128x4 tiles, any shape.
     b_descale : torch.Tensor
         uint8, ue8m0: for each expert the factors of its weight in 128x4 tiles, any shape.
-    m_indptr : torch.Tensor
-        [experts + 1] int32, on the device: from 0, not decreasing, up to M. Experts may have no rows, or any number.
-        Rows past the last are not written. It is read by the kernel alone.
-    out : torch.Tensor, optional
-        [M, N]; bfloat16, float16 or float32, rows contiguous.
-    out_dtype : torch.dtype
-        bfloat16, float16 or float32. Not read where `out` is given.
-    backend : str
-        "cudnn" or "auto", or a variant's name.
-    tactic : int
-        One of cuDNN's plans; it has no effect here.
+    m_indptr, out, out_dtype, backend, tactic
+        As in `grouped_mm_bf16`.
 
     Returns
     -------
@@ -230,21 +212,12 @@ def grouped_mm_fp4(
         The factors of all rows of a together, in 128x4 tiles, any shape; e4m3 for a `block_size` of 16, ue8m0 for 32.
     b_descale : torch.Tensor
         For each expert the factors of its weight, the same.
-    m_indptr : torch.Tensor
-        [experts + 1] int32, on the device: from 0, not decreasing, up to M. Experts may have no rows, or any number.
-        Rows past the last are not written. It is read by the kernel alone.
+    m_indptr, out, out_dtype, backend, tactic
+        As in `grouped_mm_bf16`.
     alpha : torch.Tensor, optional
         One element (float32, float16 or bfloat16) on either device: a factor of the result.
-    out : torch.Tensor, optional
-        [M, N]; bfloat16, float16 or float32, rows contiguous.
-    out_dtype : torch.dtype
-        bfloat16, float16 or float32. Not read where `out` is given.
     block_size : int
         Elements to a factor: 16 or 32.
-    backend : str
-        "cudnn" or "auto", or a variant's name.
-    tactic : int
-        One of cuDNN's plans; it has no effect here.
 
     Returns
     -------
@@ -385,29 +358,15 @@ def moe_gemm_mxfp8_nt_groupwise(
 
     Parameters
     ----------
-    a : torch.Tensor
-        [M, K] float8_e4m3fn, rows contiguous: the rows of all experts.
-    b : torch.Tensor
-        [experts, N, K], the same.
+    a, b, m_indptr, scale_major_mode, backend, out, out_dtype, is_gated
+        As in `moe_gemm_fp8_nt_groupwise`.
     a_scale : torch.Tensor
         int32 [(M + 3 * experts) // 4 * 4, ceil(K / (4 * gk))], any strides: four factors of a row in a word, the first
         in its lowest byte. Rows of expert e begin at (m_indptr[e] + 3 * e) // 4 * 4.
     b_scale : torch.Tensor
         int32 [experts, N, ceil(K / (4 * gk))], any strides: the same of each row of b.
-    m_indptr : torch.Tensor
-        [experts + 1] int32, on the device: from 0, not decreasing, up to M.
     scale_granularity_mnk : tuple of int
         (1, 1, gk) with gk 32 or 128. K is a multiple of gk.
-    scale_major_mode : str
-        Only "MN".
-    backend : str
-        "cute" or "auto": one result. Or a variant's name.
-    out : torch.Tensor, optional
-        [M, N] bfloat16, or [M, N / 2] with `is_gated`; rows contiguous.
-    out_dtype : torch.dtype, optional
-        Only bfloat16.
-    is_gated : bool
-        The first half of a product's columns, times SiLU of the second.
 
     Returns
     -------

@@ -208,8 +208,7 @@ def recurrent_kda(
     """
     check_inputs(q, k, v, g, beta)
     rows, count, _, key_dim = q.shape
-    require_shape("cu_seqlens", cu_seqlens, None)
-    require_dtype("cu_seqlens", cu_seqlens, INDICES)
+    require_shape("cu_seqlens", cu_seqlens, None, dtypes=INDICES)
     require(
         cu_seqlens is None or rows == 1 and cu_seqlens.shape[0] > 0,
         "cu_seqlens",
@@ -295,8 +294,7 @@ def _run(given: dict, pool: Pool, final: bool, kept: Kept | None = None, parents
     n, shape = tokens.sequences, (tokens.heads, tokens.v.shape[3], tokens.k.shape[3])
     for name, x in (("initial_state", pool.source), ("initial_state", pool.state)):
         alone = pool.read is None and pool.write is None and pool.rows is None
-        require_shape(name, x, n if alone else None, *shape)
-        require_dtype(name, x, STATES)
+        require_shape(name, x, n if alone else None, *shape, dtypes=STATES)
     columns = () if pool.read is None or pool.read.dim() < 2 else (pool.read.shape[1],)
     require_shape("ssm_state_indices", pool.read, n, *columns)
     require_shape("ssm_state_indices", pool.write, n)
@@ -413,8 +411,7 @@ class RecurrentKDAPrefillWrapper:
         ValueError
             Another shape or dtype.
         """
-        require_shape("cu_seqlens", cu_seqlens, None)
-        require_dtype("cu_seqlens", cu_seqlens, INDICES)
+        require_shape("cu_seqlens", cu_seqlens, None, dtypes=INDICES)
         if self._offsets is None or self._offsets.shape != cu_seqlens.shape:
             self._offsets = torch.empty(cu_seqlens.shape, dtype=torch.int64, device=self.device)
         self._offsets.copy_(cu_seqlens, non_blocking=non_blocking)
@@ -446,28 +443,14 @@ class RecurrentKDAPrefillWrapper:
 
         Parameters
         ----------
-        q, k : torch.Tensor
-            [1, tokens, query heads, K].
-        v : torch.Tensor
-            [1, tokens, heads, V] of the same dtype.
-        g : torch.Tensor
-            [1, tokens, heads, K]: logarithms of decays, or raw gates with use_gate_in_kernel.
-        beta : torch.Tensor
-            [1, tokens, heads]; its sigmoid is taken with beta_is_logit.
-        A_log, dt_bias, scale, lower_bound : optional
+        q, k, v, g, beta : torch.Tensor
+            As in `recurrent_kda`, of all sequences one after another: [1, tokens, ...].
+        A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel
             As in `recurrent_kda`.
-        initial_state : torch.Tensor, optional
-            [sequences, heads, V, K], or a pool of slots with ssm_state_indices; updated in place. None: zero.
-        output_final_state : bool
-            Whether to return the states.
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, beta_is_logit : bool
+        lower_bound, output, beta_is_logit, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
             As in `recurrent_kda`.
-        output : torch.Tensor, optional
-            Where to write, shaped as v.
-        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, checkpoint_state_indices : optional
-            States on the way, as in `recurrent_kda`.
-        ssm_state_indices : torch.Tensor, optional
-            [sequences]: the slot of each; a negative one is padding.
+        checkpoint_state_indices, ssm_state_indices
+            As in `recurrent_kda`.
 
         Returns
         -------

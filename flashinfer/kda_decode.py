@@ -218,14 +218,10 @@ def fused_kda_decode(
         [1, rows, heads, K].
     raw_beta : torch.Tensor
         [1, rows, heads], of which the sigmoid is taken.
-    A_log : torch.Tensor
-        [heads].
-    dt_bias : torch.Tensor
-        [heads K].
+    A_log, dt_bias, state
+        As in `packed_kda_decode`.
     state_indices : torch.Tensor
         [rows], int32 or int64.
-    state : torch.Tensor
-        [slots, heads, K, K], any strides, any dtype of states; updated in place.
     output_gate : torch.Tensor
         [rows, heads, K] or [1, rows, heads, K]: the norm's result is multiplied by its sigmoid.
     norm_weight : torch.Tensor
@@ -299,37 +295,16 @@ def packed_fused_kda_decode(
 
     Parameters
     ----------
-    x : torch.Tensor
-        [rows, 3 heads K]: q, k and v of all heads; bfloat16, float16 or float32.
-    weight : torch.Tensor
-        [3, width, heads K], width 2 to 4: the convolution of q, k and v, which SiLU follows.
+    x, weight, raw_gate, raw_beta, output_gate, norm_weight, lower_bound, norm_eps, output
+        As in `fused_kda_decode`.
     conv_state : torch.Tensor
         [slots, 3 heads K, width - 2 + T]: of each sequence a window of inputs in slot state_indices[:, 0], read from
         column num_accepted_tokens - 1 on.
-    raw_gate : torch.Tensor
-        [1, rows, heads, K].
-    raw_beta : torch.Tensor
-        [1, rows, heads], of which the sigmoid is taken.
-    A_log : torch.Tensor
-        [heads].
-    dt_bias : torch.Tensor
-        [heads K].
+    A_log, dt_bias, state
+        As in `packed_kda_decode`.
     state_indices : torch.Tensor
         [sequences, T], int32 or int64: a sequence begins with the state in column num_accepted_tokens - 1; the state
         after token t goes to the slot in column t.
-    state : torch.Tensor
-        [slots, heads, K, K], any strides, any dtype of states; updated in place.
-    output_gate : torch.Tensor
-        [rows, heads, K] or [1, rows, heads, K]: the norm's result is multiplied by its sigmoid.
-    norm_weight : torch.Tensor
-        [K].
-    lower_bound : float, optional
-        The decay is exp(lower_bound sigmoid(exp(A_log) (raw_gate + dt_bias))); None:
-        exp(-exp(A_log) softplus(raw_gate + dt_bias)).
-    norm_eps : float
-        Added to the mean square.
-    output : torch.Tensor, optional
-        [1, rows, heads, K]; receives the result.
     query_start_loc : torch.Tensor
         [sequences + 1]: sequence i is the rows query_start_loc[i] to query_start_loc[i + 1]. Rows of no sequence have
         output 0.
@@ -399,8 +374,7 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     for name, tensor in given.items():
         require_dtype(name, tensor, INPUTS)
     require_dtype("output", out, INPUTS)
-    require_shape("state", state, None, heads, dim, dim)
-    require_dtype("state", state, STATES)
+    require_shape("state", state, None, heads, dim, dim, dtypes=STATES)
     require_dtype("state_indices", slots, INDICES)
     require_dtype("query_start_loc", offsets, INDICES)
     require_dtype("num_accepted_tokens", accepted, INDICES)
@@ -477,8 +451,7 @@ def _split(mixed: torch.Tensor, heads: int, dim: int) -> list:
 def _step(tokens: Tokens, pool: Pool, out, raw: tuple, norm: Norm | None = None, backend: str = "auto") -> None:
     q, k, v, g, beta, _ = tokens
     check_inputs(q, k, v, g, beta)
-    require_shape("state", pool.source, None, v.shape[2], v.shape[3], k.shape[3])
-    require_dtype("state", pool.source, STATES)
+    require_shape("state", pool.source, None, v.shape[2], v.shape[3], k.shape[3], dtypes=STATES)
     require_dtype("state_indices", pool.read, INDICES)
     require_dtype("output", out, INPUTS)
     A_log, dt_bias, lower_bound = raw

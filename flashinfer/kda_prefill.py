@@ -198,20 +198,10 @@ def prepare_tf32_kda_prefill(
 
     Parameters
     ----------
-    q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, beta_is_logit
-        As of `recurrent_kda`, with raw gates and normalized q and k; packed inputs may lack the leading 1.
-    out : torch.Tensor
-        Shape of v; receives the result.
-    initial_state : torch.Tensor, optional
-        [sequences, heads, V, K], or a pool with `state_indices`; zero if not given.
-    final_state : torch.Tensor, optional
-        Like `initial_state`, receives the final states; it may be `initial_state`.
-    sequence_lengths : sequence of int, optional
-        The lengths that `cu_seqlens` says; their sum is checked.
-    state_indices : torch.Tensor, optional
-        [sequences]: slots in the pools.
-    state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
-        As of `recurrent_kda`; the first checkpoint of a sequence is its initial state.
+    q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, beta_is_logit, out, initial_state, final_state
+        As in `prepare_bf16_kda_prefill`.
+    sequence_lengths, state_indices, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
+        As in `prepare_bf16_kda_prefill`.
 
     Returns
     -------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import mhc as room
 
@@ -160,8 +160,7 @@ def mhc_pre_big_fuse(
     outer, _ = _check_residual(residual)
     lead = (num_splits,) if num_splits > 1 else ()
     for name, value, shape in (("dot_mix", dot_mix, (*lead, *outer, 24)), ("sqrsum", sqrsum, (*lead, *outer))):
-        require(tuple(value.shape) == shape, name, tuple(value.shape), f"{shape}")
-        require(value.dtype == torch.float32, name, value.dtype, "float32")
+        require_fit(name, value, tuple(value.shape) == shape, f"{shape}", torch.float32)
     require(k >= 1, "k", k, "1 or more")
     numbers = (k, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat)
     return _run_pre(dot_mix, sqrsum, residual, mhc_scale, mhc_base, numbers, num_splits)
@@ -188,27 +187,13 @@ def mhc_pre_big_fuse_with_prenorm(
         float32 [..., 24] or [1, ..., 24].
     residual : torch.Tensor
         [..., 4, hidden].
-    mhc_scale : torch.Tensor
-        float32 [3].
-    mhc_base : torch.Tensor
-        float32 [24].
-    rms_eps, mhc_pre_eps, mhc_sinkhorn_eps : float
-        Above 0.
-    mhc_post_mult_value : float
-        A factor of post.
-    sinkhorn_repeat : int
-        1 to 1000.
-    block_size : int
-        Threads of upstream's kernel. It has no effect here.
+    mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat, block_size
+        As in `mhc_pre_big_fuse`.
 
     Returns
     -------
-    post : torch.Tensor
-        float32 [..., 4, 1].
-    comb : torch.Tensor
-        float32 [..., 4, 4].
-    layer_input : torch.Tensor
-        [..., hidden] in the dtype of residual.
+    post, comb, layer_input : torch.Tensor
+        As in `mhc_pre_big_fuse`.
 
     Raises
     ------
@@ -225,8 +210,7 @@ def mhc_pre_big_fuse_with_prenorm(
     """
     outer, hidden = _check_residual(residual)
     shapes = (*outer, 24), (1, *outer, 24)
-    require(tuple(dot_mix.shape) in shapes, "dot_mix", tuple(dot_mix.shape), f"{shapes[0]}")
-    require(dot_mix.dtype == torch.float32, "dot_mix", dot_mix.dtype, "float32")
+    require_fit("dot_mix", dot_mix, tuple(dot_mix.shape) in shapes, f"{shapes[0]}", torch.float32)
     numbers = (4 * hidden, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat)
     return _run_pre(dot_mix, None, residual, mhc_scale, mhc_base, numbers, 1)
 
@@ -234,8 +218,7 @@ def mhc_pre_big_fuse_with_prenorm(
 def _check_residual(residual: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Outer shape and hidden size."""
     fits = residual.dim() >= 3 and residual.shape[-2] == 4
-    require(fits, "residual", tuple(residual.shape), "[..., 4, hidden]")
-    require(residual.dtype in _DTYPES, "residual", residual.dtype, "bfloat16, float16, float32")
+    require_fit("residual", residual, fits, "[..., 4, hidden]", *_DTYPES)
     tokens = residual[..., 0, 0].numel() if residual.shape[-1] else 0
     require(tokens < 1 << 31, "residual", tuple(residual.shape), "fewer than 2^31 tokens")
     return tuple(residual.shape[:-2]), residual.shape[-1]
@@ -248,8 +231,7 @@ def _streams(residual: torch.Tensor) -> torch.Tensor:
 
 def _run_pre(dot_mix, sqrsum, residual, scale, base, numbers, splits):
     for name, value, size in (("mhc_scale", scale, 3), ("mhc_base", base, 24)):
-        require(tuple(value.shape) == (size,), name, tuple(value.shape), f"[{size}]")
-        require(value.dtype == torch.float32, name, value.dtype, "float32")
+        require_fit(name, value, tuple(value.shape) == (size,), f"[{size}]", torch.float32)
     names = ("k", "rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps")
     for name, value in zip(names[1:], numbers[1:4], strict=True):
         require(value > 0, name, value, "above 0")

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import concat as room
@@ -84,8 +84,7 @@ def concat_mla_kv_quant_fp8(
 def _result(name, given, shape, device):
     if given is None:
         return torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    require(given.shape == shape, name, tuple(given.shape), str(shape))
-    require(given.dtype == torch.float8_e4m3fn, name, given.dtype, "float8_e4m3fn")
+    require_fit(name, given, given.shape == shape, str(shape), torch.float8_e4m3fn)
     require(given.stride(2) == 1 or shape[2] == 1, name, given.stride(), "contiguous columns")
     return given
 

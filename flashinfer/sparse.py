@@ -365,12 +365,8 @@ class VariableBlockSparseAttentionWrapper(BlockSparseWrapper):
         num_qo_heads, num_kv_heads, head_dim : int
         causal : bool
             A query sees keys at its position and before, the last query standing at the last key.
-        pos_encoding_mode, rope_scale, rope_theta
-            Only "NONE": another is refused.
-        logits_soft_cap : float, optional
-            Logits become cap * tanh(logits / cap).
-        sm_scale : float, optional
-            Default 1 / sqrt(head_dim).
+        pos_encoding_mode, rope_scale, rope_theta, logits_soft_cap, sm_scale
+            As in `BlockSparseAttentionWrapper.plan`.
         q_data_type, kv_data_type : dtype or its name
             kv defaults to q's.
         use_fp16_qk_reduction, non_blocking
@@ -425,10 +421,8 @@ class VariableBlockSparseAttentionWrapper(BlockSparseWrapper):
         out : Tensor [num_qo_heads, qo_len, head_dim], optional
         lse : float32 Tensor [num_qo_heads, qo_len], optional
         return_lse : bool
-        enable_pdl : bool, optional
-            Programmatic dependent launch: no effect on results.
-        lse_base : str
-            Base of the log-sum-exp: "log2" or "ln".
+        enable_pdl, lse_base
+            As in `BlockSparseAttentionWrapper.run`.
 
         Returns
         -------
@@ -474,14 +468,8 @@ class VariableBlockSparseAttentionWrapper(BlockSparseWrapper):
         ----------
         q : Tensor [num_qo_heads, qo_len, head_dim]
         k, v : Tensor [num_kv_heads, kv_len, head_dim]
-        pos_encoding_mode : str
-            Only "NONE": another is refused.
-        use_fp16_qk_reduction, rope_scale, rope_theta
-            Not read.
-        logits_soft_cap : float, optional
-            None: no cap.
-        sm_scale : float, optional
-            None: 1 / sqrt(head_dim).
+        pos_encoding_mode, use_fp16_qk_reduction, rope_scale, rope_theta, logits_soft_cap, sm_scale
+            As in `BlockSparseAttentionWrapper.forward`.
 
         Returns
         -------

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_values, dtype_name, is_aligned, number, require, rows_of, same_device
+from flashinfer._core.checks import (
+    check_values,
+    dtype_name,
+    is_aligned,
+    number,
+    require,
+    require_fit,
+    rows_of,
+    same_device,
+)
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.compat.queries import answering
@@ -184,8 +193,7 @@ def top_k_page_table_transform(
     require(page_size in {1 << i for i in range(31)}, "page_size", page_size, "a power of two up to 2**30")
     known = page_size == 1 or row_starts is None or page_table_row_starts is not None
     require(known, "page_table_row_starts", None, "a tensor, with row_starts and pages of more than one score")
-    require(src_page_table.dim() == 2, "src_page_table", tuple(src_page_table.shape), "[requests, pages]")
-    require(src_page_table.dtype == torch.int32, "src_page_table", src_page_table.dtype, "int32")
+    require_fit("src_page_table", src_page_table, src_page_table.dim() == 2, "[requests, pages]", torch.int32)
     one = src_page_table.stride(1) == 1 or src_page_table.shape[1] <= 1
     require(one, "src_page_table", src_page_table.stride(), "contiguous columns")
     if row_to_batch is None:
@@ -221,18 +229,12 @@ def top_k_ragged_transform(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [rows, max_len]; float32, bfloat16 or float16, any strides.
+    input, lengths, k, row_starts
+        As in `top_k_page_table_transform`.
     offsets : torch.Tensor
         int32 or int64 [rows]: added to the columns of each row.
-    lengths : torch.Tensor
-        int32 or int64 [rows]: scores of each row, as far as the row goes. 0 and less: none.
-    k : int
-        1 or more.
     deterministic, tie_break, dsa_graph_safe
         As those of `top_k`.
-    row_starts : torch.Tensor, optional
-        int32 or int64 [rows]: the column where a row's scores begin; by default 0.
 
     Raises
     ------
@@ -400,8 +402,7 @@ def _is_last(tie_break) -> bool:
 
 
 def _check_scores(x, name="input"):
-    require(x.dim() == 2, name, tuple(x.shape), "[rows, columns]")
-    require(x.dtype in _DTYPES, name, x.dtype, "float32, bfloat16, float16")
+    require_fit(name, x, x.dim() == 2, "[rows, columns]", *_DTYPES)
     require(0 < x.shape[1] < 1 << 30, name, tuple(x.shape), "1 to 2^30 columns")
 
 
@@ -410,8 +411,7 @@ def _check_vectors(rows, vectors) -> dict[str, Any]:
     for name, vector in vectors.items():
         if vector is None:
             continue
-        require(vector.shape == (rows,), name, tuple(vector.shape), f"[{rows}]")
-        require(vector.dtype in (torch.int32, torch.int64), name, vector.dtype, "int32, int64")
+        require_fit(name, vector, vector.shape == (rows,), f"[{rows}]", torch.int32, torch.int64)
     return {name: None if vector is None else _narrow(vector).contiguous() for name, vector in vectors.items()}
 
 
@@ -423,8 +423,7 @@ def _narrow(vector: torch.Tensor) -> torch.Tensor:
 
 
 def _check_out(name, tensor, rows, k):
-    require(tensor.shape == (rows, k), name, tuple(tensor.shape), f"[{rows}, {k}]")
-    require(tensor.dtype == torch.int32, name, tensor.dtype, "int32")
+    require_fit(name, tensor, tensor.shape == (rows, k), f"[{rows}, {k}]", torch.int32)
     require(tensor.stride(1) == 1 or k == 1, name, tensor.stride(), "contiguous columns")
 
 

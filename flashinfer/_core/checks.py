@@ -73,6 +73,14 @@ def require(condition: bool, argument: str, value, allowed: str) -> None:
         raise _ERRORS.get(argument, WrongArgument)(f"{argument}: got {value}; allowed: {allowed}")
 
 
+def require_fit(name: str, x: torch.Tensor, fits: bool, shape: str, *dtypes: torch.dtype) -> None:
+    """Refuse a tensor that does not have the `shape` that was looked for, as `fits` says, or is of none of `dtypes`."""
+    if not fits:
+        require(False, name, tuple(x.shape), shape)
+    if x.dtype not in dtypes:
+        require(False, name, x.dtype, ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
 def present(argument: str, value: _T | None, allowed: str = "a tensor") -> _T:
     """The value of an argument that has to be given; ValueError naming it for None."""
     if value is None:

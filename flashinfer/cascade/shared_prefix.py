@@ -126,10 +126,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(OneWorkspace):
 
     Parameters
     ----------
-    float_workspace_buffer : torch.Tensor
-        uint8 scratch on the compute device.
-    kv_layout : str
-        "NHD" or "HND", of the shared keys and of the pages.
+    float_workspace_buffer, kv_layout
+        As in `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
 
     Examples
     --------

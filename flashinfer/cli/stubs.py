@@ -78,9 +78,12 @@ def _lines(node: ast.stmt, functions: dict[str, ast.FunctionDef]) -> Iterator[st
         if isinstance(value, ast.Name) and value.id in functions or name == "__all__":
             yield ast.unparse(node)
         elif isinstance(value, ast.Call) and value.args and _name(value.args[0]) in functions:
-            # A function with its flag set.
+            # A function with its flag set, or another one of its arguments.
             paired = copy.deepcopy(functions[_name(value.args[0])])
-            if flag := _flag(paired):
+            if _name(value) == "sized_by":
+                paired.name, paired.returns = name, ast.parse("tuple[int, int]", mode="eval").body
+                yield ast.unparse(_bare(_less(paired, [ast.literal_eval(x) for x in value.args[1:]])))
+            elif flag := _flag(paired):
                 paired.name, paired.returns = name, paired.returns.right
                 yield ast.unparse(_bare(_without(paired, flag)))
         elif not name.startswith("_"):
@@ -140,8 +143,16 @@ def _keyword_only(node: ast.FunctionDef, flag: str) -> None:
 def _without(node: ast.FunctionDef, flag: str) -> ast.FunctionDef:
     """The function without its flag."""
     _keyword_only(node, flag)
-    at = [a.arg for a in node.args.kwonlyargs].index(flag)
-    del node.args.kwonlyargs[at], node.args.kw_defaults[at]
+    return _less(node, [flag])
+
+
+def _less(node: ast.FunctionDef, names: list[str]) -> ast.FunctionDef:
+    """The function without some of its parameters, which have defaults or are given by keyword."""
+    args = node.args
+    required = len(args.args) - len(args.defaults)
+    args.defaults = [x for a, x in zip(args.args[required:], args.defaults) if a.arg not in names]
+    args.kw_defaults = [x for a, x in zip(args.kwonlyargs, args.kw_defaults) if a.arg not in names]
+    args.args, args.kwonlyargs = ([a for a in some if a.arg not in names] for some in (args.args, args.kwonlyargs))
     return node
 
 

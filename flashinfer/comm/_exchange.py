@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device
 from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.comm_backend import CommBackend, ranks_named
@@ -123,8 +123,7 @@ def sanitize_in(space: Space, ids: torch.Tensor, invalid: int) -> None:
 def combine_in(space: Space, payload, tokens: int, most: int, at: int, in_place: bool, dtype=None, output=None):
     world = space.ranks.size
     fits = payload.dim() == 3 and payload.shape[:2] == (world, most) and payload.is_contiguous()
-    require(fits, "payload", tuple(payload.shape), f"[{world}, {most}, hidden], contiguous")
-    require(payload.dtype in _OUT_DTYPES, "payload", payload.dtype, "bfloat16, float16, float32")
+    require_fit("payload", payload, fits, f"[{world}, {most}, hidden], contiguous", *_OUT_DTYPES)
     dtype = dtype or payload.dtype if output is None else dtype or output.dtype
     require(dtype in _OUT_DTYPES, "output_dtype", dtype, "bfloat16, float16, float32")
     require(0 <= tokens <= most, "local_num_tokens", tokens, f"0 to {most}, the runtime maximum")

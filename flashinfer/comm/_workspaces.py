@@ -341,12 +341,8 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
 
         Parameters
         ----------
-        tp_size : int
-            Ranks; another number than the workspace's does not fit.
-        num_tokens, hidden_dim : int
-            Rows of a rank, and their length.
-        dtype : torch.dtype
-            Of their elements.
+        tp_size, num_tokens, hidden_dim, dtype
+            As in `AllReduceFusionWorkspace.is_buffer_size_sufficient`.
         strategy : MNNVLAllreduceFusionStrategy, bool or None
             How rows travel; True is one shot, None and AUTO leave it to their size.
 

@@ -174,10 +174,8 @@ class TorchDistBackend(CommBackend):
 
         Parameters
         ----------
-        data
-            What pickles; of other ranks than `root` it is not read.
-        root : int
-            A rank of this group.
+        data, root
+            As in `CommBackend.bcast`.
 
         Returns
         -------
@@ -204,10 +202,8 @@ class TorchDistBackend(CommBackend):
 
         Parameters
         ----------
-        color : int
-            Which of the new groups this rank joins.
-        key : int
-            Ranks of a new group are ordered by key, then by rank.
+        color, key
+            As in `CommBackend.Split`.
 
         Returns
         -------

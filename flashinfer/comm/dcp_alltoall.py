@@ -140,10 +140,8 @@ def decode_cp_a2a_alltoall(
         [..., cp_size, D], float16, bfloat16 or float32, contiguous.
     softmax_stats : torch.Tensor
         [..., cp_size, S], float32, contiguous; the same leading dimensions.
-    workspace : torch.Tensor
-        Of `decode_cp_a2a_allocate_mnnvl_workspace`.
-    cp_rank, cp_size : int
-        Those of its mapping.
+    workspace, cp_rank, cp_size
+        As in `decode_cp_a2a_init_workspace`.
     enable_pdl : bool, optional
         Programmatic dependent launch. It has no effect on results, and none on the launch yet.
     out : (torch.Tensor, torch.Tensor), optional

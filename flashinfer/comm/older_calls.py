@@ -112,10 +112,8 @@ def trtllm_destroy_ipc_workspace_for_all_reduce(workspace: list, group=None) -> 
 
     Parameters
     ----------
-    workspace : list
-        The first result of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
-    group : ProcessGroup, optional
-        Not needed.
+    workspace, group
+        As in `trtllm_destroy_ipc_workspace_for_all_reduce_fusion`.
 
     Raises
     ------
@@ -325,16 +323,10 @@ def trtllm_moe_allreduce_fusion(
 
     Parameters
     ----------
-    world_size, world_rank, token_num, hidden_dim : int
-        Those of the workspace and of the call; they are checked.
-    workspace_ptrs : torch.Tensor
-        Of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
-    launch_with_pdl : bool
-        As in `allreduce_fusion`: it changes no result.
+    world_size, world_rank, token_num, hidden_dim, workspace_ptrs, launch_with_pdl, rms_gamma
+        As in `trtllm_allreduce_fusion`.
     residual_in : torch.Tensor
         token_num * hidden_dim elements, added to the sum.
-    rms_gamma : torch.Tensor
-        [hidden_dim], the norm's weight.
     rms_eps, weight_bias : float
         Of the norm; weight_bias, 0 by default, is added to rms_gamma.
     scale_factor, layout_code
@@ -414,12 +406,8 @@ def trtllm_moe_finalize_allreduce_fusion(
         Receive the norm, and the sum with the residual.
     quant_out, scale_out : torch.Tensor, optional
         NVFP4 codes of the norm without a global scale, and their scales in 128 x 4 tiles.
-    workspace_ptrs : torch.Tensor
-        Of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
-    launch_with_pdl : bool
-        As in `allreduce_fusion`: it changes no result.
-    world_size, world_rank : int
-        Those of the workspace and of the call; they are checked.
+    workspace_ptrs, launch_with_pdl, world_size, world_rank
+        As in `trtllm_allreduce_fusion`.
     eps, weight_bias : float
         Of the norm; weight_bias, 0 by default, is added to norm_weight.
     shared_expert_output : torch.Tensor, optional

@@ -89,16 +89,14 @@ def get_pcie_ipc_all_gather_launch_config(
     element_size: int = 2,
     ordered_4plus4: bool = False,
 ) -> PcieIpcLaunchConfig | None:
-    """The launch of an all-gather of `shard_numel` elements a rank; None for a call that is not taken.
+    """The launch of an all-gather or reduce-scatter of `shard_numel` elements a rank; None for what is not taken.
 
     Parameters
     ----------
-    world_size : int
-        2, 4 or 8.
+    world_size, max_blocks
+        As in `get_pcie_ipc_launch_config`.
     shard_numel, element_size : int
         Elements of a rank, and bytes of one: 2. Together a multiple of 16 bytes.
-    max_blocks : int
-        The most programs: 1 to 128.
     ordered_4plus4 : bool
         Of upstream's copies between two halves of 8 GPUs; ranks are alike here, and it changes nothing.
 
@@ -118,55 +116,16 @@ def get_pcie_ipc_all_gather_launch_config(
     >>> get_pcie_ipc_all_gather_launch_config(2, 8192).threads
     128
     """
-    return _of_blocks(world_size, shard_numel, max_blocks, element_size)
-
-
-@checked
-def get_pcie_ipc_reduce_scatter_launch_config(
-    world_size: int,
-    shard_numel: int,
-    max_blocks: int = MOST_BLOCKS,
-    element_size: int = 2,
-    ordered_4plus4: bool = False,
-) -> PcieIpcLaunchConfig | None:
-    """The launch of a reduce-scatter that leaves `shard_numel` elements on a rank; None for a call that is not taken.
-
-    Parameters
-    ----------
-    world_size : int
-        2, 4 or 8.
-    shard_numel, element_size : int
-        Elements of a rank, and bytes of one: 2. Together a multiple of 16 bytes.
-    max_blocks : int
-        The most programs: 1 to 128.
-    ordered_4plus4 : bool
-        Of upstream's copies between two halves of 8 GPUs; ranks are alike here, and it changes nothing.
-
-    Returns
-    -------
-    PcieIpcLaunchConfig or None
-        None for sizes other than the above.
-
-    Raises
-    ------
-    ValueError
-        max_blocks out of its range.
-
-    Examples
-    --------
-    >>> from flashinfer.comm.pcie_ipc_tuning import get_pcie_ipc_reduce_scatter_launch_config
-    >>> get_pcie_ipc_reduce_scatter_launch_config(2, 8192).threads
-    128
-    """
-    return _of_blocks(world_size, shard_numel, max_blocks, element_size)
-
-
-def _of_blocks(world_size: int, numel: int, max_blocks: int, elem_size: int) -> PcieIpcLaunchConfig | None:
     require(1 <= max_blocks <= MOST_BLOCKS, "max_blocks", max_blocks, f"1 to {MOST_BLOCKS}")
-    if not _taken(world_size, numel * elem_size * world_size, elem_size) or numel * elem_size % PACK_BYTES:
+    nbytes = shard_numel * element_size
+    if not _taken(world_size, nbytes * world_size, element_size) or nbytes % PACK_BYTES:
         return None
-    programs = config.programs(-(-numel // config.CHUNKS[0]))
+    programs = config.programs(-(-shard_numel // config.CHUNKS[0]))
     return PcieIpcLaunchConfig(min(programs, max_blocks), _THREADS, PcieIpcVariant.UNSTAGED)
+
+
+# A reduce-scatter that leaves as much on a rank moves the same blocks, the other way.
+get_pcie_ipc_reduce_scatter_launch_config = get_pcie_ipc_all_gather_launch_config
 
 
 def _taken(world_size: int, nbytes: int, elem_size: int) -> bool:

@@ -143,10 +143,8 @@ class MnnvlMoe:
 
         Parameters
         ----------
-        mapping : Mapping
-            Its tp_rank and tp_size are the ranks.
-        config : MnnvlConfig, optional
-            Its comm_backend is the ranks; by default the default process group.
+        mapping, config
+            As in `get_moe_workspaces`.
 
         Returns
         -------
@@ -371,12 +369,8 @@ class MnnvlMoe:
         ----------
         x : torch.Tensor
             [ep_size * max_token_count_per_rank, hidden], bfloat16, float16 or float32: what experts made of the rows.
-        alltoall_info : MoEAlltoallInfo
-            Of the preparation.
-        workspace : torch.Tensor
-            Of `get_moe_workspaces`.
-        ep_rank, ep_size : int
-            The workspace's.
+        alltoall_info, workspace, ep_rank, ep_size
+            As in `mnnvl_moe_alltoallv`.
         top_k : int
             As prepared.
         token_count : int

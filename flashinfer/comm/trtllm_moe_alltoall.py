@@ -129,10 +129,8 @@ class MoeAlltoAll:
             Ranks, experts of a token, the most tokens of a rank, elements of a row.
         extra_payload_bytes_per_token : int
             Bytes of what else travels with a token.
-        eplb_stats_num_experts : int
-            Experts whose statistics a dispatch gathers; 0 for none.
-        backend : str
-            "trtllm".
+        eplb_stats_num_experts, backend
+            As in `get_workspace`.
 
         Returns
         -------
@@ -321,20 +319,14 @@ class MoeAlltoAll:
 
         Parameters
         ----------
-        token_selected_experts : torch.Tensor
-            int32 [tokens, top_k]: ids among all experts.
-        input_payloads : list of torch.Tensor
-            [tokens, ...] each, contiguous: what travels.
-        runtime_max_tokens_per_rank : int
-            The most tokens of any rank in this call, the same on every rank.
+        token_selected_experts, input_payloads, runtime_max_tokens_per_rank, active_rank_mask
+            As in `moe_a2a_dispatch`.
         invalid_token_expert_id : int, optional
             The id of rows that no token became; needs expert_id_payload_index.
         expert_id_payload_index : int, optional
             Which payload, int32 [tokens, top_k], gets that id.
         eplb_local_stats : torch.Tensor, optional
             int32 [eplb_stats_num_experts] of this rank; `eplb_gathered_stats` has every rank's then.
-        active_rank_mask
-            Only None: all ranks take part.
 
         Returns
         -------
@@ -386,18 +378,14 @@ class MoeAlltoAll:
 
         Parameters
         ----------
-        payload : torch.Tensor
-            [ep_size, runtime_max_tokens_per_rank, hidden_size]: what this rank's experts made of the rows.
+        payload, output, output_dtype, output_scales, output_scalar_scale, sf_layout, use_low_precision
+            As in `moe_a2a_combine`.
+        active_rank_mask
+            Only None.
         runtime_max_tokens_per_rank : int
             The dispatch's.
         payload_in_workspace : bool
             Whether payload is `get_combine_payload_tensor_in_workspace`, which spares a copy.
-        output_dtype, output_scales, output_scalar_scale, sf_layout, use_low_precision
-            As in `moe_a2a_combine`.
-        output : torch.Tensor, optional
-            Receives the result.
-        active_rank_mask
-            Only None.
 
         Returns
         -------

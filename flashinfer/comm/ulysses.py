@@ -205,13 +205,8 @@ class UlyssesCommunicator:
 
         Raises
         ------
-        ValueError
-            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
-            too small.
-        RuntimeError
-            The communicator is closed.
-        TimeoutError
-            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
+        ValueError, TimeoutError, RuntimeError
+            As in `scatter_heads`.
         """
         self._check("x", x, workspace)
         batch, tokens, heads, dim = x.shape
@@ -242,10 +237,8 @@ class UlyssesCommunicator:
             [B, S_local, H, D], as `pack_ulysses_qkv_head_chunk` takes them.
         head_offset, head_count : int
             Which of each rank's heads go: from head_offset on, so many.
-        out : torch.Tensor, optional
-            Receives the result, contiguous.
-        workspace : UlyssesWorkspace, optional
-            Not used, but checked to be large enough.
+        out, workspace
+            As in `gather_heads`.
 
         Returns
         -------
@@ -254,13 +247,8 @@ class UlyssesCommunicator:
 
         Raises
         ------
-        ValueError
-            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
-            too small.
-        RuntimeError
-            The communicator is closed.
-        TimeoutError
-            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
+        ValueError, TimeoutError, RuntimeError
+            As in `scatter_heads`.
         """
         packed = pack_ulysses_qkv_head_chunk(
             query, key, value, world_size=self.world_size, head_offset=head_offset, head_count=head_count
@@ -298,13 +286,8 @@ class UlyssesCommunicator:
 
         Raises
         ------
-        ValueError
-            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
-            too small.
-        RuntimeError
-            The communicator is closed.
-        TimeoutError
-            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
+        ValueError, TimeoutError, RuntimeError
+            As in `scatter_heads`.
         """
         received = self.gather_heads(x, workspace=workspace)
         return merge_ulysses_output_head_chunk(

@@ -116,12 +116,8 @@ class BatchPrefillWithRaggedKVCache(_OverCache):
     ----------
     kv_cache : PagedKVCache
         Gives the device, the KV heads and the head size; its pages are neither read nor written.
-    num_heads, kv_heads, head_dim : int
-        Query heads, KV heads and head size; the last two have to be the cache's.
-    sm_scale : float, optional
-        Factor of the logits; None is 1 / sqrt(head_dim).
-    dtype : torch.dtype or str, optional
-        Of q; None is the cache's.
+    num_heads, kv_heads, head_dim, sm_scale, dtype
+        As in `BatchDecodeWithPagedKVCache`.
 
     Examples
     --------

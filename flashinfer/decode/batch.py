@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from flashinfer._core.arguments import named
 from flashinfer._core.checks import require
 from flashinfer._core.literals import Backend, KvLayout, LseBase, PosEncodingMode
-from flashinfer._core.signatures import returning_lse
+from flashinfer._core.signatures import returning_lse, sized_by
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import as_count, check_agrees, check_buffers
 from flashinfer.ops.attention.operands import by_name, is_plain
@@ -40,13 +38,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
     Parameters
     ----------
-    float_workspace_buffer : uint8 Tensor
-        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
-        the wrapper's.
-    kv_layout : str
-        "NHD": pages of [page_size, num_kv_heads, head_dim]; "HND": [num_kv_heads, page_size, head_dim].
-    use_cuda_graph : bool
-        Keep the tables in the buffers below, so that a captured run() serves later plans.
+    float_workspace_buffer, kv_layout, use_cuda_graph, variant
+        As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper`.
     use_tensor_cores : bool
         Upstream's hint between two kernels; one kernel serves both here.
     paged_kv_indptr_buffer : int32 Tensor [max_batch + 1], optional
@@ -57,8 +50,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     jit_args : optional
         An AttentionVariant, or upstream's list with one for its declaration; CUDA C++ is refused.
-    variant : AttentionVariant, optional
-        Functions that change logits or hide keys (docs/variants.md).
 
     Examples
     --------
@@ -152,15 +143,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
             "int4_group_64".
         data_type : dtype or its name, optional
             Older name for both: q's and kv's, where they are left at their defaults. FP8 leaves q's at float16.
-        non_blocking : bool
-            Copies to the device never wait here; False changes nothing else.
+        non_blocking, fixed_split_size, disable_split_kv
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan`.
         block_tables, seq_lens : Tensor, optional
             The same tables as other libraries have them. `indptr`, `indices` and `last_page_len` are enough; what is
             on the host has to agree with them.
-        fixed_split_size : int, optional
-            Cut every request's keys at multiples of this, so that a result does not depend on the rest of the batch.
-        disable_split_kv : bool
-            Leave every request whole.
         q_len_per_req : int
             Query tokens of each request (speculative decoding); run() takes q [batch_size * q_len_per_req, ...], and
             the queries of a request are causal among themselves, unless the next two say otherwise.
@@ -176,10 +163,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
         Notes
         -----
-        Offsets and last page lengths are read here, in the order of the stream: their tensors may be filled again once
-        plan() has returned. Page ids that are contiguous int32 on the wrapper's device are kept by reference, and run()
-        reads them there; ids on the host, or of int64, are copied. In CUDA-graph mode every table is copied into the
-        wrapper's buffers, which run() reads.
+        What is read here and what is kept by reference is as in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         if type(q_len_per_req) is not int or q_len_per_req < 1:
             q_len_per_req = as_count("q_len_per_req", q_len_per_req)
@@ -205,62 +189,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
     begin_forward = plan
 
-    def workspace_size(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
-        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: PosEncodingMode = "NONE",
-        window_left: int = -1, logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = "float16",
-        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None, block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
-        fixed_split_size: int | None = None, disable_split_kv: bool = False, q_len_per_req: int = 1,
-    ) -> tuple[int, int]:  # fmt: skip
-        """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
+    workspace_size = sized_by(plan, "non_blocking", "window_right", "is_causal")
 
-        The plan of the wrapper stays as it is.
-
-        Parameters
-        ----------
-        indptr : int Tensor [batch_size + 1]
-            Where each request's entries begin in `indices`.
-        indices : int Tensor [pages used]
-            Page ids.
-        last_page_len : int Tensor [batch_size]
-            Tokens in each request's last page.
-        num_qo_heads, num_kv_heads, head_dim, page_size : int
-            Heads of q, heads of k and v, elements of a head, tokens of a page.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-            Options of the logits, as in `plan`.
-        q_data_type, kv_data_type, o_data_type, data_type : dtype or its name, optional
-            As in `plan`.
-        block_tables, seq_lens : Tensor, optional
-            As in `plan`: what is on the host has to agree with the page table.
-        fixed_split_size : int, optional
-        disable_split_kv : bool
-            How keys are cut between blocks, which decides the size.
-        q_len_per_req : int
-            Queries of each request.
-
-        Returns
-        -------
-        float_bytes : int
-            What `float_workspace_buffer` has to hold, so that the wrapper allocates no scratch of its own.
-        int_bytes : int
-            Always 0: the wrapper owns its work lists.
-
-        Raises
-        ------
-        ValueError
-            As `plan` raises it.
-        """
-        probe = BatchDecodeWithPagedKVCacheWrapper(
-            self._float_workspace_buffer, self._kv_layout, backend=self._backend, variant=self._variant
-        )
-        probe.plan(
-            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
-            window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale,
-            rope_theta, True, block_tables, seq_lens, fixed_split_size, disable_split_kv, q_len_per_req,
-        )  # fmt: skip
-        return probe._planned().scratch_bytes, 0
+    def _probe(self) -> BatchDecodeWithPagedKVCacheWrapper:
+        """A wrapper as this one, to plan and throw away."""
+        workspace, layout = self._float_workspace_buffer, self._kv_layout
+        return BatchDecodeWithPagedKVCacheWrapper(workspace, layout, backend=self._backend, variant=self._variant)
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Do nothing: strides are arguments of kernels here, and no variant of them needs warming.
@@ -350,8 +284,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         Raises
         ------
         ValueError
-            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; `out` that
-            has part of an operand's memory. Nothing is written then.
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if args:
             scales = q_scale, k_scale, v_scale
@@ -383,7 +316,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> torch.Tensor:
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Older name of `run`; these options replace the planned ones, for this call and later ones.
 
         An option that is left out takes its default here, not what plan() was given.
@@ -397,47 +332,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
             Scales of quantised q, k and v.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `plan`.
-
-        Returns
-        -------
-        Tensor [rows, num_qo_heads, head_dim]
-            As `run` without return_lse.
-
-        Raises
-        ------
-        ValueError
-            As `run`; an option out of its range, by name.
-        """
-        self._change_plan(
-            pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        return cast(torch.Tensor, self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale))
-
-    def forward_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pos_encoding_mode: PosEncodingMode = "NONE", q_scale: float | None = None, k_scale: float | None = None,
-        v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
-        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`; these options replace the planned ones, for this call and later ones.
-
-        An option that is left out takes its default here, not what plan() was given.
-
-        Parameters
-        ----------
-        q : Tensor [batch_size * q_len_per_req, num_qo_heads, head_dim]
-        paged_kv_cache : Tensor or (Tensor, Tensor)
-            Pages of keys and values, as in `run`.
-        q_scale, k_scale, v_scale : float, optional
-            Scales of quantised q, k and v.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-            As in `plan`.
+        return_lse : bool
 
         Returns
         -------
         out : Tensor [rows, num_qo_heads, head_dim]
-        lse : float32 Tensor [rows, num_qo_heads]
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
 
         Raises
@@ -449,7 +349,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
-        return self.run_return_lse(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = returning_lse(forward)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

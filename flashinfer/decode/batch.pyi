@@ -41,7 +41,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
     def run_return_lse(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], *args, q_scale: float | torch.Tensor | None=None, k_scale: float | torch.Tensor | None=None, v_scale: float | torch.Tensor | None=None, out: torch.Tensor | None=None, lse: torch.Tensor | None=None, enable_pdl: bool | None=None, window_left: int | None=None, sinks: torch.Tensor | None=None, q_len_per_req: int | None=None, skip_softmax_threshold_scale_factor: float | None=None, kv_cache_sf=None, kv_block_scales=None, params: dict | None=None, lse_base: LseBase='log2') -> tuple[torch.Tensor, torch.Tensor]:
         ...
 
-    def forward(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], pos_encoding_mode: PosEncodingMode='NONE', q_scale: float | None=None, k_scale: float | None=None, v_scale: float | None=None, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None) -> torch.Tensor:
+    @overload
+    def forward(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], pos_encoding_mode: PosEncodingMode='NONE', q_scale: float | None=None, k_scale: float | None=None, v_scale: float | None=None, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None, *, return_lse: Literal[False]=False) -> torch.Tensor:
+        ...
+
+    @overload
+    def forward(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], pos_encoding_mode: PosEncodingMode='NONE', q_scale: float | None=None, k_scale: float | None=None, v_scale: float | None=None, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None, *, return_lse: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]:
+        ...
+
+    @overload
+    def forward(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], pos_encoding_mode: PosEncodingMode='NONE', q_scale: float | None=None, k_scale: float | None=None, v_scale: float | None=None, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None, *, return_lse: bool=False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ...
 
     def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], pos_encoding_mode: PosEncodingMode='NONE', q_scale: float | None=None, k_scale: float | None=None, v_scale: float | None=None, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None) -> tuple[torch.Tensor, torch.Tensor]:

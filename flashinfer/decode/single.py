@@ -35,32 +35,18 @@ def single_decode_with_kv_cache(
 
     Parameters
     ----------
-    q : Tensor [num_qo_heads, head_dim]
-        bf16, fp16, fp32, or fp8.
+    q, kv_layout, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, return_lse, variant, params
+        As in `flashinfer.single_prefill_with_kv_cache`.
     k, v : Tensor
         [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_len, head_dim] (HND); q's dtype, or fp8.
-    kv_layout : str
-        "NHD" or "HND".
-    pos_encoding_mode : str
-        "NONE", "ROPE_LLAMA" (rotary embedding applied to q and k here) or "ALIBI".
     use_tensor_cores : bool
         Upstream's hint between two kernels. One kernel serves both here; the hint changes nothing.
     q_scale, k_scale, v_scale : float or Tensor, optional
         Scales of quantised q, k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
     window_left : int
         The query sees itself and this many keys before it; -1 for all.
-    logits_soft_cap : float, optional
-        Logits become cap * tanh(logits / cap).
     sm_scale : float, optional
         Default 1 / sqrt(head_dim).
-    rope_scale, rope_theta : float, optional
-        For ROPE_LLAMA; default 1 and 1e4.
-    return_lse : bool
-        Whether to return the log-sum-exp too.
-    variant : AttentionVariant, optional
-        Functions that change logits or hide keys (docs/variants.md).
-    params : dict, optional
-        What they are given.
 
     Returns
     -------

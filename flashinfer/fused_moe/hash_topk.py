@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import dtype_name, require, require_fit, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.moe import hash_routing as room
 
@@ -63,8 +63,7 @@ def hash_topk(
     >>> experts.tolist(), weights[0].tolist()
     ([[1, 3], [0, 2], [1, 3]], [0.5, 0.5])
     """
-    require(router_logits.dim() == 2, "router_logits", tuple(router_logits.shape), "[tokens, experts]")
-    require(router_logits.dtype in _LOGITS, "router_logits", router_logits.dtype, "float32, bfloat16, float16")
+    require_fit("router_logits", router_logits, router_logits.dim() == 2, "[tokens, experts]", *_LOGITS)
     tokens, experts = router_logits.shape
     require(tuple(input_ids.shape) == (tokens,), "input_ids", tuple(input_ids.shape), f"[{tokens}]")
     fits = tid2eid.dim() == 2 and 1 <= tid2eid.shape[1] <= 32 and len(tid2eid) > 0 and experts > 0

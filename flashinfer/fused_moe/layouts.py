@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer.ops.moe.experts import fragments
 from flashinfer.utils import get_shuffle_matrix_a_row_indices, get_shuffle_matrix_sf_a_row_indices
 
@@ -220,8 +220,7 @@ def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type:
     ----------
     PTX ISA, wgmma.mma_async, register fragments of matrix A
     """
-    require(weight.dim() == 3, "weight", tuple(weight.shape), "[experts, n, k / 2]")
-    require(weight.dtype == torch.uint8, "weight", weight.dtype, "uint8")
+    require_fit("weight", weight, weight.dim() == 3, "[experts, n, k / 2]", torch.uint8)
     known = quant_type in ("fp4", "fp4_fp8", "int4")
     require(known, "quant_type", repr(quant_type), "'fp4', 'fp4_fp8', 'int4'")
     _, n, half = weight.shape

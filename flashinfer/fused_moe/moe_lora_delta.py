@@ -131,24 +131,12 @@ def bgmv_moe_gemm2_lora_delta(
         int32 or int64, tokens * top_k elements: the row of each choice. A choice without such a row gives nothing.
     w_ptr_a, w_ptr_b : torch.Tensor
         int64 [1, experts], of matrices [rank, intermediate_size] and [hidden_size, rank].
-    lora_stride_a, lora_stride_b : int
-        Elements from one adapter's matrices to the next one's.
-    topk_ids : torch.Tensor
-        int32 or int64 [tokens, top_k]: experts. A choice of no such expert has zeros.
+    lora_stride_a, lora_stride_b, topk_ids, lora_ids, rank, lora_dtype, scale, out_dtype
+        As in `bgmv_moe_gemm1_lora_delta`.
     topk_weights : torch.Tensor
         [tokens, top_k], any float dtype.
-    lora_ids : torch.Tensor
-        int32 or int64 [tokens]: adapters; a token of a negative one has zeros.
-    rank : int
-        Of the adapters.
     hidden_size : int
         Columns of the result.
-    lora_dtype : torch.dtype
-        Of the matrices: bfloat16 or float16. What A gives is rounded to it.
-    scale : float
-        A factor of the result.
-    out_dtype : torch.dtype
-        Of the result.
 
     Returns
     -------

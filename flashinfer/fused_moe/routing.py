@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_apart, dtype_name, is_aligned, present, require, same_device
+from flashinfer._core.checks import check_apart, dtype_name, is_aligned, present, require, require_fit, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.compat.queries import answering
 from flashinfer.ops.moe import finalize as finalize_room
@@ -111,8 +111,7 @@ def fused_topk_deepseek(
     require(backend in ("default", "cake"), "backend", repr(backend), "'default', 'cake'")
     _check_logits("scores", scores)
     shape = (len(scores), topk)
-    require(topk_values.shape == shape, "topk_values", tuple(topk_values.shape), f"[tokens, topk], {shape}")
-    require(topk_values.dtype in _DTYPES, "topk_values", topk_values.dtype, "float32, bfloat16, float16")
+    require_fit("topk_values", topk_values, topk_values.shape == shape, f"[tokens, topk], {shape}", *_DTYPES)
     require(topk_indices.shape == shape, "topk_indices", tuple(topk_indices.shape), f"[tokens, topk], {shape}")
     require(topk_indices.dtype in (torch.int32, torch.int64), "topk_indices", topk_indices.dtype, "int32, int64")
     for name, tensor in (("topk_values", topk_values), ("topk_indices", topk_indices)):
@@ -359,15 +358,13 @@ def _power_of_two(n: int) -> int:
 
 
 def _check_logits(name, logits) -> None:
-    require(logits.dim() == 2, name, tuple(logits.shape), "[tokens, experts]")
-    require(logits.dtype in _DTYPES, name, logits.dtype, "float32, bfloat16, float16")
+    require_fit(name, logits, logits.dim() == 2, "[tokens, experts]", *_DTYPES)
     require(1 <= logits.shape[1] <= MOST_EXPERTS, name, tuple(logits.shape), f"1 to {MOST_EXPERTS} experts")
 
 
 def _check_bias(name, bias, logits) -> None:
     experts = logits.shape[1]
-    require(bias.shape == (experts,), name, tuple(bias.shape), f"[{experts}], the experts")
-    require(bias.dtype in _DTYPES, name, bias.dtype, "float32, bfloat16, float16")
+    require_fit(name, bias, bias.shape == (experts,), f"[{experts}], the experts", *_DTYPES)
 
 
 def _check_groups(n_group, topk_group, experts) -> tuple[int, int]:
@@ -393,8 +390,7 @@ def check_replay(replay, shape):
         return None
     tokens, top_k = shape
     fits = replay.dim() == 2 and len(replay) >= tokens and replay.shape[1] == top_k
-    require(fits, "routing_replay_out", tuple(replay.shape), f"[{tokens} or more, {top_k}]")
-    require(replay.dtype == torch.int16, "routing_replay_out", replay.dtype, "int16")
+    require_fit("routing_replay_out", replay, fits, f"[{tokens} or more, {top_k}]", torch.int16)
     require(top_k == 1 or replay.stride(1) == 1, "routing_replay_out", f"strides {replay.stride()}", "contiguous rows")
     check_apart([("routing_replay_out", replay)])
     return replay[:tokens]

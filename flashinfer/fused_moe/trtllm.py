@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import named
-from flashinfer._core.checks import present, require, same_device
+from flashinfer._core.checks import present, require, require_fit, same_device
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import ActivationType, WeightLayout
@@ -36,8 +36,7 @@ def routed_by_ids(topk_ids, num_experts, top_k, local, replay=None, delta=None) 
     offset, count = local
     check_local(offset, count, num_experts)
     ids, weights = topk_ids if isinstance(topk_ids, (tuple, list)) else (topk_ids, None)
-    require(ids.dim() == 2 and ids.shape[1] == top_k, "topk_ids", tuple(ids.shape), f"[tokens, {top_k}], top_k")
-    require(ids.dtype == torch.int32, "topk_ids", ids.dtype, "int32")
+    require_fit("topk_ids", ids, ids.dim() == 2 and ids.shape[1] == top_k, f"[tokens, {top_k}], top_k", torch.int32)
     if weights is not None:
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         require(weights.dtype in dtypes, "topk_weights", weights.dtype, "float32, bfloat16, float16")
@@ -265,46 +264,20 @@ def trtllm_bf16_routed_moe(
         int32 [tokens, top_k], each with an expert in its upper half and its weight, as bfloat16, in the lower:
         ``expert << 16 | weight``; or int32 ids and weights (float32, bfloat16 or float16), both [tokens, top_k]. A
         choice with a negative id is left out.
-    hidden_states : torch.Tensor
-        x, bfloat16 [tokens, hidden], contiguous rows. Zero tokens are valid.
-    gemm1_weights : torch.Tensor
-        bfloat16 [local_num_experts, 2 * intermediate_size, hidden] of a gated activation, the up-projection's rows
-        first and then the gate's; [., intermediate_size, hidden] of another. As BlockMajorK
-        [., hidden / 64, rows, 64], also as bytes (uint8, [., ., rows, 128]).
-    gemm2_weights : torch.Tensor
-        bfloat16 [local_num_experts, hidden, intermediate_size], or as BlockMajorK.
-    num_experts, top_k : int
-        Experts of the layer, and of a token.
+    hidden_states, gemm1_weights, gemm2_weights, num_experts, top_k, intermediate_size, local_expert_offset
+        As in `trtllm_bf16_moe`.
+    local_num_experts, use_shuffled_weight, weight_layout, do_finalize, enable_pdl, tune_max_num_tokens
+        As in `trtllm_bf16_moe`.
+    activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, output
+        As in `trtllm_bf16_moe`.
     n_group, topk_group, routed_scaling_factor, routing_method_type
         Have no effect: they say how the experts were chosen.
-    intermediate_size : int
-        Of this rank: a slice of tensor parallelism has its own.
-    local_expert_offset, local_num_experts : int
-        This rank has the weights of experts from the offset on; what other experts would give is left out.
-    use_shuffled_weight : bool
-        Rows of the weights are where `flashinfer.shuffle_matrix_a` with an epilogue tile of 128 puts them, after
-        those of a gated gemm1 were made to alternate by `flashinfer.reorder_rows_for_gated_act_gemm`.
-    weight_layout : int
-        WeightLayout.MajorK or BlockMajorK.
-    do_finalize : bool
-        False: stop before the weighted sum.
-    enable_pdl, tune_max_num_tokens
-        Have no effect on results, and none on the launches yet.
     gemm1_lora_delta : torch.Tensor, optional
         [tokens, top_k, rows of an expert's gemm1_weights]; bfloat16, float16 or float32: what adapters add to the first
         product of each choice, before the activation. The up-projection's columns come first and then the gate's,
         however the weights are arranged.
-    activation_type : int
-        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
     routing_replay_out : torch.Tensor, optional
         int16 [tokens or more, top_k]; receives the experts of `topk_ids`.
-    gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
-        float32 [local_num_experts], of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to
-        at most the limit and up to -limit ... limit. SwigluStep takes a limit, 7 by default: it clamps up and
-        silu(gate). Of Situ, alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta), both 1 by default; a
-        limit clamps as that of Swiglu.
-    output : torch.Tensor, optional
-        Receives the result; bfloat16 [tokens, hidden].
 
     Returns
     -------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import (
@@ -68,11 +68,14 @@ def trtllm_fp8_block_scale_moe(
 
     Parameters
     ----------
-    routing_logits : torch.Tensor
-        [tokens, num_experts]; float32, bfloat16 or float16.
-    routing_bias : torch.Tensor, optional
-        [num_experts]; float32, bfloat16 or float16: added to what is ranked by DeepSeekV3 and MiniMax2, and not read by
-        other methods.
+    routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, intermediate_size, local_expert_offset
+        As in `flashinfer.trtllm_bf16_moe`.
+    local_num_experts, routed_scaling_factor, routing_method_type, weight_layout, do_finalize, enable_pdl
+        As in `flashinfer.trtllm_bf16_moe`.
+    tune_max_num_tokens, activation_type, norm_topk_prob, routing_replay_out, gemm1_alpha, gemm1_beta
+        As in `flashinfer.trtllm_bf16_moe`.
+    gemm1_clamp_limit, output
+        As in `flashinfer.trtllm_bf16_moe`.
     hidden_states : torch.Tensor
         float8_e4m3fn [tokens, hidden], contiguous rows.
     hidden_states_scale : torch.Tensor
@@ -87,45 +90,14 @@ def trtllm_fp8_block_scale_moe(
         `flashinfer.shuffle_matrix_sf_a` gives them; of others row-major.
     gemm2_weights, gemm2_weights_scale : torch.Tensor
         The same, of [experts, hidden, intermediate_size].
-    num_experts, top_k : int
-        Experts of the layer, and of a token.
-    n_group, topk_group : int, optional
-        Groups of experts, and how many of them are chosen from (DeepSeekV3).
-    intermediate_size : int
-        Of this rank: a slice of tensor parallelism has its own.
-    local_expert_offset, local_num_experts : int
-        This rank has the weights of experts from the offset on; what other experts would give is left out.
-    routed_scaling_factor : float, optional
-        A factor of all weights s of DeepSeekV3 and MiniMax2; not read by other methods.
-    routing_method_type : int
-        A `flashinfer.fused_moe.RoutingMethodType`.
     use_shuffled_weight : bool
         Rows of the weights are where `flashinfer.shuffle_matrix_a` puts them: DeepSeekFp8 with an epilogue tile of 64,
         MxFp8 with one of 128, after those of a gated gemm1 were made to alternate.
-    weight_layout : int
-        WeightLayout.MajorK or BlockMajorK.
-    do_finalize : bool
-        False: stop before the weighted sum.
-    enable_pdl, tune_max_num_tokens
-        Have no effect on results, and none on the launches yet.
     fp8_quantization_type : Fp8QuantizationType
         DeepSeekFp8 or MxFp8. What stands between the products is quantised in the same way.
     num_fused_shared_experts : int, optional
         Experts that every token has beside the chosen, with weight 1; their weights follow those of the others, on the
         rank that has the last of these.
-    activation_type : int
-        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
-    norm_topk_prob : bool
-        False: SigmoidRenorm does not divide the weights of chosen experts by their sum. Not read by other methods.
-    routing_replay_out : torch.Tensor, optional
-        int16 [tokens or more, top_k]; receives the chosen experts.
-    gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
-        float32 [local_num_experts], of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to
-        at most the limit and up to -limit ... limit. SwigluStep takes a limit, 7 by default: it clamps up and
-        silu(gate). Of Situ, alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta), both 1 by default; a
-        limit clamps as that of Swiglu.
-    output : torch.Tensor, optional
-        Receives the result; bfloat16 [tokens, hidden].
     valid_hidden_size, valid_intermediate_size : int, optional
         Sizes without padding. The result has the first alone; padding of the input and of the weights has to be zeros.
     gemm1_bias, gemm2_bias : torch.Tensor, optional
@@ -218,14 +190,14 @@ def trtllm_fp8_block_scale_routed_moe(
         Have no effect: they say how the experts were chosen.
     hidden_states, hidden_states_scale, gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale
         As in `trtllm_fp8_block_scale_moe`.
-    num_experts, top_k, intermediate_size, local_expert_offset, local_num_experts, use_shuffled_weight
+    use_shuffled_weight, fp8_quantization_type, valid_hidden_size, valid_intermediate_size
         As in `trtllm_fp8_block_scale_moe`.
-    weight_layout, do_finalize, enable_pdl, output, tune_max_num_tokens, fp8_quantization_type, activation_type
-        As in `trtllm_fp8_block_scale_moe`.
-    gemm1_lora_delta : torch.Tensor, optional
+    num_experts, top_k, intermediate_size, local_expert_offset, local_num_experts, weight_layout, do_finalize
+        As in `flashinfer.trtllm_bf16_moe`.
+    enable_pdl, output, tune_max_num_tokens, activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit
+        As in `flashinfer.trtllm_bf16_moe`.
+    gemm1_lora_delta
         As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
-    gemm1_alpha, gemm1_beta, gemm1_clamp_limit, valid_hidden_size, valid_intermediate_size
-        As in `trtllm_fp8_block_scale_moe`.
 
     Returns
     -------
@@ -276,8 +248,7 @@ def _block_scaled(
         if deepseek:
             shape = (len(codes), -(-n // 128), -(-k // 128))
             fits = scale.shape == shape and scale.stride(2) == 1
-            require(fits, f"{name}_scale", tuple(scale.shape), f"{shape}, contiguous rows")
-            require(scale.dtype == torch.float32, f"{name}_scale", scale.dtype, "float32")
+            require_fit(f"{name}_scale", scale, fits, f"{shape}, contiguous rows", torch.float32)
             shuffle, placed = 16 if shuffled else 0, "linear"
         else:
             shuffle, placed = (32, "128x4") if shuffled else (0, "linear")
@@ -294,8 +265,7 @@ def _row_factors(scale, x, deepseek: bool) -> torch.Tensor:
     if deepseek:
         require(isinstance(scale, torch.Tensor), name, scale, "a float32 tensor")
         shape = (-(-hidden // 128), tokens)
-        require(scale.shape == shape, name, tuple(scale.shape), f"[hidden / 128, tokens], {shape}")
-        require(scale.dtype == torch.float32, name, scale.dtype, "float32")
+        require_fit(name, scale, scale.shape == shape, f"[hidden / 128, tokens], {shape}", torch.float32)
         return scale.T
     return byte_factors(name, scale, tokens, hidden // 32)
 
@@ -439,14 +409,14 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
         Have no effect: they say how the experts were chosen.
     hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights
         As in `trtllm_fp8_per_tensor_scale_moe`.
-    output2_scales_scalar, num_experts, top_k, intermediate_size, local_expert_offset, local_num_experts
+    output2_scales_scalar, use_routing_scales_on_input, gemm1_clamp_limit
         As in `trtllm_fp8_per_tensor_scale_moe`.
-    use_routing_scales_on_input, do_finalize, enable_pdl, tune_max_num_tokens, activation_type, output
-        As in `trtllm_fp8_per_tensor_scale_moe`.
+    num_experts, top_k, intermediate_size, local_expert_offset, local_num_experts, do_finalize, enable_pdl
+        As in `flashinfer.trtllm_bf16_moe`.
+    tune_max_num_tokens, activation_type, output
+        As in `flashinfer.trtllm_bf16_moe`.
     routing_replay_out : torch.Tensor, optional
         int16 [tokens or more, top_k]; receives the experts of `topk_ids`.
-    gemm1_clamp_limit
-        As in `trtllm_fp8_per_tensor_scale_moe`.
 
     Returns
     -------

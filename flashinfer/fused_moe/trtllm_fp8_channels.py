@@ -58,19 +58,16 @@ def trtllm_fp8_per_channel_scale_moe(
 
     Parameters
     ----------
-    routing_logits : torch.Tensor
-        [tokens, num_experts]; float32, bfloat16 or float16.
-    routing_bias : torch.Tensor, optional
-        [num_experts]; float32, bfloat16 or float16: added to what is ranked by DeepSeekV3 and MiniMax2, and not read by
-        other methods.
-    hidden_states : torch.Tensor
-        float8_e4m3fn [tokens, hidden], contiguous rows.
+    routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, intermediate_size, local_expert_offset
+        As in `flashinfer.trtllm_bf16_moe`.
+    local_num_experts, routed_scaling_factor, routing_method_type, do_finalize, enable_pdl, tune_max_num_tokens
+        As in `flashinfer.trtllm_bf16_moe`.
+    activation_type, norm_topk_prob
+        As in `flashinfer.trtllm_bf16_moe`.
+    hidden_states, gemm1_weights, use_routing_scales_on_input
+        As in `flashinfer.trtllm_fp8_per_tensor_scale_moe`.
     hidden_states_scale : torch.Tensor
         float32 [tokens, 1].
-    gemm1_weights : torch.Tensor
-        float8_e4m3fn [local_num_experts, 2 * intermediate_size, hidden] of a gated activation, whose rows alternate, up
-        and gate; [., intermediate_size, hidden] of another. Rows are then where `flashinfer.shuffle_matrix_a` with an
-        epilogue tile of 128 puts them.
     gemm1_per_channel_weight_scale : torch.Tensor
         float32 [local_num_experts, rows of gemm1_weights], in the order in which the rows are stored.
     output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar : torch.Tensor
@@ -78,28 +75,6 @@ def trtllm_fp8_per_channel_scale_moe(
     gemm2_weights, gemm2_per_channel_weight_scale : torch.Tensor
         float8_e4m3fn [local_num_experts, hidden, intermediate_size], shuffled in the same way, and float32
         [local_num_experts, hidden].
-    num_experts, top_k : int
-        Experts of the layer, and of a token.
-    n_group, topk_group : int, optional
-        Groups of experts, and how many of them are chosen from (DeepSeekV3).
-    intermediate_size : int
-        Of this rank: a slice of tensor parallelism has its own.
-    local_expert_offset, local_num_experts : int
-        This rank has the weights of experts from the offset on; what other experts would give is left out.
-    routed_scaling_factor : float, optional
-        A factor of all weights s of DeepSeekV3 and MiniMax2; not read by other methods.
-    use_routing_scales_on_input : bool
-        The weight of a choice multiplies the input of its expert, and not the result (Llama 4).
-    routing_method_type : int
-        A `flashinfer.fused_moe.RoutingMethodType`.
-    do_finalize : bool
-        False: stop before the weighted sum.
-    enable_pdl, tune_max_num_tokens
-        Have no effect on results, and none on the launches yet.
-    activation_type : int
-        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
-    norm_topk_prob : bool
-        False: SigmoidRenorm does not divide the weights of chosen experts by their sum. Not read by other methods.
 
     Returns
     -------
@@ -170,35 +145,16 @@ def trtllm_fp8_per_channel_scale_routed_moe(
         `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
     routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type
         Have no effect: they say how the experts were chosen.
-    hidden_states : torch.Tensor
-        float8_e4m3fn [tokens, hidden], contiguous rows.
-    hidden_states_scale : torch.Tensor
-        float32 [tokens, 1].
-    gemm1_weights : torch.Tensor
-        float8_e4m3fn [local_num_experts, 2 * intermediate_size, hidden] of a gated activation, whose rows alternate, up
-        and gate; [., intermediate_size, hidden] of another. Rows are then where `flashinfer.shuffle_matrix_a` with an
-        epilogue tile of 128 puts them.
-    gemm1_per_channel_weight_scale : torch.Tensor
-        float32 [local_num_experts, rows of gemm1_weights], in the order in which the rows are stored.
-    output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar : torch.Tensor
-        float32 [local_num_experts]. c of a gated activation holds d as a factor: it is applied over d to ``d * u``.
-    gemm2_weights, gemm2_per_channel_weight_scale : torch.Tensor
-        float8_e4m3fn [local_num_experts, hidden, intermediate_size], shuffled in the same way, and float32
-        [local_num_experts, hidden].
-    num_experts, top_k : int
-        Experts of the layer, and of a token.
-    intermediate_size : int
-        Of this rank: a slice of tensor parallelism has its own.
-    local_expert_offset, local_num_experts : int
-        This rank has the weights of experts from the offset on; what other experts would give is left out.
-    use_routing_scales_on_input : bool
-        The weight of a choice multiplies the input of its expert, and not the result (Llama 4).
-    do_finalize : bool
-        False: stop before the weighted sum.
-    enable_pdl, tune_max_num_tokens
-        Have no effect on results, and none on the launches yet.
-    activation_type : int
-        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
+    hidden_states, gemm1_weights, use_routing_scales_on_input
+        As in `flashinfer.trtllm_fp8_per_tensor_scale_moe`.
+    hidden_states_scale, gemm1_per_channel_weight_scale, output1_scale_scalar, output1_scale_gate_scalar
+        As in `trtllm_fp8_per_channel_scale_moe`.
+    output2_scale_scalar, gemm2_weights, gemm2_per_channel_weight_scale
+        As in `trtllm_fp8_per_channel_scale_moe`.
+    num_experts, top_k, intermediate_size, local_expert_offset, local_num_experts, do_finalize, enable_pdl
+        As in `flashinfer.trtllm_bf16_moe`.
+    tune_max_num_tokens, activation_type
+        As in `flashinfer.trtllm_bf16_moe`.
 
     Returns
     -------

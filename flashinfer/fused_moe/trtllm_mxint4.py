@@ -143,18 +143,18 @@ def trtllm_mxint4_block_scale_routed_moe(
     topk_ids : torch.Tensor
         int32 [tokens, top_k], each with its expert and weight, packed as in
         `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
-    hidden_states, gemm1_weights, gemm1_weights_scale, gemm1_alpha, gemm1_beta, gemm1_clamp_limit
+    hidden_states, gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, valid_hidden_size
         As in `trtllm_mxint4_block_scale_moe`.
-    gemm2_weights, gemm2_weights_scale, num_experts, top_k, intermediate_size, local_expert_offset
-        As in `trtllm_mxint4_block_scale_moe`.
-    n_group, topk_group, routed_scaling_factor, routing_method_type
-        Have no effect: they say how the experts were chosen.
-    local_num_experts, do_finalize, enable_pdl, output, tune_max_num_tokens, valid_hidden_size
-        As in `trtllm_mxint4_block_scale_moe`.
-    gemm1_lora_delta : torch.Tensor, optional
-        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
     valid_intermediate_size
         As in `trtllm_mxint4_block_scale_moe`.
+    gemm1_alpha, gemm1_beta, gemm1_clamp_limit, num_experts, top_k, intermediate_size, local_expert_offset
+        As in `flashinfer.trtllm_bf16_moe`.
+    local_num_experts, do_finalize, enable_pdl, output, tune_max_num_tokens
+        As in `flashinfer.trtllm_bf16_moe`.
+    gemm1_lora_delta
+        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
+    n_group, topk_group, routed_scaling_factor, routing_method_type
+        Have no effect: they say how the experts were chosen.
 
     Returns
     -------

@@ -199,17 +199,17 @@ def trtllm_fp4_block_scale_routed_moe(
         Have no effect but for `num_fused_shared_experts`: they say how the experts were chosen.
     hidden_states, hidden_states_scale, gemm1_weights, gemm1_weights_scale, gemm1_bias, gemm1_alpha, gemm1_beta
         As in `trtllm_fp4_block_scale_moe`.
-    gemm1_clamp_limit, gemm2_weights, gemm2_weights_scale, gemm2_bias, output1_scale_scalar
+    gemm1_clamp_limit, gemm2_weights, gemm2_weights_scale, gemm2_bias, output1_scale_scalar, output1_scale_gate_scalar
         As in `trtllm_fp4_block_scale_moe`.
-    output1_scale_gate_scalar, output2_scale_scalar, num_experts, top_k, intermediate_size, local_expert_offset
+    output2_scale_scalar, per_token_scale, valid_hidden_size, valid_intermediate_size, hidden_states_scale_layout
         As in `trtllm_fp4_block_scale_moe`.
-    local_num_experts, do_finalize, enable_pdl, activation_type, per_token_scale, output, tune_max_num_tokens
-        As in `trtllm_fp4_block_scale_moe`.
+    num_experts, top_k, intermediate_size, local_expert_offset, local_num_experts, do_finalize, enable_pdl
+        As in `flashinfer.trtllm_bf16_moe`.
+    activation_type, output, tune_max_num_tokens
+        As in `flashinfer.trtllm_bf16_moe`.
     gemm1_lora_delta : torch.Tensor, optional
         As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`. It is added as it is, after output1_scale_gate_scalar and
         the bias.
-    valid_hidden_size, valid_intermediate_size, hidden_states_scale_layout
-        As in `trtllm_fp4_block_scale_moe`.
     num_fused_shared_experts : int, optional
         More than None or 0 only with DeepSeekV3 and all experts on this rank: then `topk_ids` has [tokens, top_k +
         num_fused_shared_experts], of which the shared ones are `num_experts` and on, and weights have as many experts.

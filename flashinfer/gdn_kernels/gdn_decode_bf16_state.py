@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import present, require
-from flashinfer._delta import require_dtype, require_shape
+from flashinfer._delta import require_shape
 from flashinfer.gdn_decode import decode_tokens
 from flashinfer.ops.recurrent.delta.operands import Pool
 
@@ -42,10 +42,8 @@ def gated_delta_rule_mtp(
 
     Parameters
     ----------
-    A_log, dt_bias : torch.Tensor
-        [heads].
-    a, b : torch.Tensor
-        [batch, T, heads]: the raw decay and the raw beta.
+    A_log, dt_bias, a, b, scale, output
+        As in `flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose`.
     softplus_beta, softplus_threshold : float
         softplus(x) is log(1 + exp(beta x)) / beta, and x where beta x is above the threshold.
     q, k : torch.Tensor
@@ -70,10 +68,6 @@ def gated_delta_rule_mtp(
         States are read only.
     use_qk_l2norm_in_kernel : bool
         q and k are divided by sqrt(sum of squares + 1e-6) first.
-    scale : float, optional
-        Of the output; 1 / sqrt(K) if not given.
-    output : torch.Tensor, optional
-        [batch, T, heads, V]; receives the result.
     disable_output : bool
         Only states are wanted: `output` stays as it is.
     recovery_steps : int
@@ -126,8 +120,7 @@ def gated_delta_rule_mtp(
         require(tokens > 1, "ssm_state_indices", "a tensor", "None for T = 1")
     stop = None
     if accepted_steps is not None:
-        require_shape("accepted_steps", accepted_steps, batch)
-        require_dtype("accepted_steps", accepted_steps, (torch.int32, torch.int64))
+        require_shape("accepted_steps", accepted_steps, batch, dtypes=(torch.int32, torch.int64))
         stop = accepted_steps + 1
     elif recovery_steps:
         stop = torch.full((batch,), recovery_steps, dtype=torch.int32, device=q.device)

@@ -111,11 +111,9 @@ def gdn_fused_decode_step(
     require_shape("w_ba", w_ba, hidden_states.shape[1], 2 * heads)
     require_shape("conv_weight", conv_weight, channels, None)
     require_shape("conv_state", conv_state, None, channels, conv_weight.shape[1] - 1)
-    require_shape("state_indices", state_indices, batch)
-    require_dtype("state_indices", state_indices, INDICES)
+    require_shape("state_indices", state_indices, batch, dtypes=INDICES)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        require_shape(name, x, heads)
-        require_dtype(name, x, INPUTS)
+        require_shape(name, x, heads, dtypes=INPUTS)
     require_dtype("ssm_state", ssm_state, STATES)
     check_values("state_indices", state_indices.clamp(min=-1), -1, min(len(ssm_state), len(conv_state)) - 1)
     read = dict(hidden_states=hidden_states, w_ba=w_ba, mixed_qkv=mixed_qkv, conv_weight=conv_weight,

@@ -135,10 +135,8 @@ def mm_mxfp8(
     b_descale : torch.Tensor
         uint8, ue8m0, of b.T. [K / 32, N], the transpose of row-major factors, or the bytes of 128x4 tiles in one
         dimension.
-    out : torch.Tensor, optional
-        [M, N] in `out_dtype`, rows contiguous.
-    out_dtype : torch.dtype
-        bfloat16, float16 or float32.
+    out, out_dtype
+        As in `mm_fp4`.
     use_8x4_sf_layout : bool
         The tiles of a are of 8 rows, not 128. Not for row-major factors.
     backend : str

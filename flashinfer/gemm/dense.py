@@ -103,9 +103,7 @@ def bmm_bf16(
         [batch, k, n]; dtype of `A`, any strides.
     out : torch.Tensor, optional
         [batch, m, n], receives the result; dtype `out_dtype`, any strides.
-    out_dtype : torch.dtype
-        bfloat16, float16 or float32; of `out`, where that is given.
-    backend : str
+    out_dtype, backend
         As in `mm_bf16`.
 
     Returns

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer._core.literals import ScaleMajorMode
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -37,8 +37,8 @@ def group_gemm_fp8_nt_groupwise(
 
     Parameters
     ----------
-    a : torch.Tensor
-        [M, K]; float8_e4m3fn or float8_e5m2, rows contiguous.
+    a, scale_granularity_mnk, mma_sm, out, out_dtype
+        As in `flashinfer.gemm.gemm_fp8_nt_groupwise`.
     b : torch.Tensor
         [groups, N, K]; the same.
     a_scale, b_scale : torch.Tensor
@@ -48,16 +48,8 @@ def group_gemm_fp8_nt_groupwise(
     m_indptr : torch.Tensor
         [groups + 1] int32, on the device: from 0, not decreasing, up to M. Groups may be empty and of any length. Rows
         past the last are not written. It is read by the kernel alone.
-    scale_granularity_mnk : tuple of int
-        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
     scale_major_mode : str
         "MN" or "K".
-    mma_sm : int
-        1 or 2: how many multiprocessors share an instruction upstream. It has no effect on results.
-    out : torch.Tensor, optional
-        [M, N], rows contiguous.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default bfloat16. Not read where `out` is given.
     backend : str
         "trtllm", "cutlass" or "auto": one result. Or a variant's name.
     segment_alignment : int
@@ -112,8 +104,8 @@ def group_deepgemm_fp8_nt_groupwise(
 
     Parameters
     ----------
-    a : torch.Tensor
-        [M, K]; float8_e4m3fn or float8_e5m2, rows contiguous.
+    a, scale_granularity_mnk, out, out_dtype
+        As in `flashinfer.gemm.gemm_fp8_nt_groupwise`.
     b : torch.Tensor
         [groups, N, K]; the same.
     a_scale, b_scale : torch.Tensor
@@ -121,12 +113,6 @@ def group_deepgemm_fp8_nt_groupwise(
         any strides.
     m_indices : torch.Tensor
         [M] int32. Rows of -1, or of no group, are not written.
-    scale_granularity_mnk : tuple of int
-        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
-    out : torch.Tensor, optional
-        [M, N], rows contiguous.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default bfloat16. Not read where `out` is given.
 
     Returns
     -------
@@ -342,8 +328,7 @@ def group_gemm_nvfp4_nt_groupwise(
 
 def _check_indptr(m_indptr: torch.Tensor, b: torch.Tensor) -> None:
     require(b.dim() == 3, "b", tuple(b.shape), "[groups, N, K]")
-    require(m_indptr.shape == (len(b) + 1,), "m_indptr", tuple(m_indptr.shape), f"[{len(b) + 1}], groups + 1")
-    require(m_indptr.dtype == torch.int32, "m_indptr", m_indptr.dtype, "int32")
+    require_fit("m_indptr", m_indptr, m_indptr.shape == (len(b) + 1,), f"[{len(b) + 1}], groups + 1", torch.int32)
 
 
 def _groupwise(a, b, a_scale, b_scale, kind, groups, out, out_dtype, mnk, major, expected, backend) -> torch.Tensor:

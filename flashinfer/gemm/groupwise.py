@@ -113,22 +113,8 @@ def gemm_fp8_nt_blockscaled(
 
     Parameters
     ----------
-    a : torch.Tensor
-        [M, K]; float8_e4m3fn or float8_e5m2, rows contiguous.
-    b : torch.Tensor
-        [N, K]; the same.
-    a_scale, b_scale : torch.Tensor
-        float32, what codes are multiplied with. With (gm, gn, gk) the granularity, [ceil(M / gm), ceil(K / gk)] and
-        [ceil(N / gn), ceil(K / gk)] for `scale_major_mode` "K", the transposed shapes for "MN"; any strides. For
-        backend "trtllm" either shape; if both are the same, memory is MN-major of a and K-major of b.
-    scale_major_mode : str, optional
-        "MN" or "K"; None for backend "trtllm".
-    mma_sm : int
-        1 or 2: how many multiprocessors share an instruction upstream. It has no effect on results.
-    out : torch.Tensor, optional
-        [M, N], rows contiguous.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default bfloat16. Not read where `out` is given.
+    a, b, a_scale, b_scale, scale_major_mode, mma_sm, out, out_dtype
+        As in `gemm_fp8_nt_groupwise`.
 
     Returns
     -------

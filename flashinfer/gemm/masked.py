@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -134,8 +134,7 @@ def grouped_gemm_nt_masked(
     (experts, m, _), n = a.shape, b.shape[1]
     given.same("rhs", b.shape[0], "lhs", experts, "experts")
     given.same("rhs", b.shape[2], "lhs", a.shape[2], "k")
-    require(masked_m.shape == (experts,), "masked_m", tuple(masked_m.shape), f"[{experts}], the experts")
-    require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
+    require_fit("masked_m", masked_m, masked_m.shape == (experts,), f"[{experts}], the experts", torch.int32)
     blocks = given.blocks_of("lhs", a.shape[2] * (2 if ab_dtype == "float4_e2m1fn" else 1), sf_vec_size)
     factors = [_factors(x, s[1], rows, blocks, experts) for x, s, rows in (("lhs", lhs, m), ("rhs", rhs, n))]
     if alpha is not None:

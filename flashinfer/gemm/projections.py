@@ -144,7 +144,7 @@ def fp8_qkv_qknorm_rope(
 
     Parameters
     ----------
-    a, a_scale, qkv_scale, config, out_dtype, output_quant_scale
+    a, a_scale, qkv_scale, config, out_dtype, output_quant_scale, out
         As in `fp8_linear`.
     qkv_weight, qkv_weight_scale : torch.Tensor
         As weight and weight_scale there, with N = 3 * num_q_heads * head_dim: rows of Q, of K, of V.
@@ -160,8 +160,6 @@ def fp8_qkv_qknorm_rope(
         128.
     is_neox : bool
         False: neighbours are pairs.
-    out : torch.Tensor, optional
-        [M, N] of `out_dtype`, any strides.
 
     Returns
     -------
@@ -219,14 +217,8 @@ def fp4_linear(
         Factors of the product.
     weight_packed : torch.Tensor
         [N, K / 2]; the same.
-    bias : torch.Tensor, optional
-        [N] bfloat16.
-    out_dtype : torch.dtype
-        bfloat16 or float8_e4m3fn.
-    output_quant_scale : torch.Tensor, optional
-        One float32, a factor of what is rounded to FP8; 1 by default. Only with FP8.
-    out : torch.Tensor, optional
-        [M, N] of `out_dtype`, any strides.
+    bias, out_dtype, output_quant_scale, out
+        As in `fp8_linear`.
 
     Returns
     -------

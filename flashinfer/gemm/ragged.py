@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer._core.literals import Backend
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -76,8 +76,7 @@ def masked_bmm(
     k, n = b.shape[:0:-1] if transpose_b else b.shape[1:]
     given.same("b", k, "a", a.shape[2], "K")
     given.same("b", len(b), "a", len(a), "entries")
-    require(masked_m.shape == a.shape[:1], "masked_m", tuple(masked_m.shape), f"[{len(a)}], the entries of a")
-    require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
+    require_fit("masked_m", masked_m, masked_m.shape == a.shape[:1], f"[{len(a)}], the entries of a", torch.int32)
     out = given.result(out, (*a.shape[:2], n), a.dtype, a)
     return _unscaled(a, b, out, masked_m, "counts", not transpose_b, a.shape[1], backend)
 
@@ -110,12 +109,10 @@ def ragged_bmm(
         About the most rows of an entry; it chooses the tile, and has no effect on which rows are computed.
     max_m_device : torch.Tensor, optional
         The same on the device, of one element; it has no effect.
-    transpose_a, transpose_b : bool
-        Which of the two shapes a and b have.
+    transpose_a, transpose_b, backend
+        As in `masked_bmm`.
     out_dtype : torch.dtype, optional
         bfloat16, float16 or float32; by default that of a.
-    backend : str
-        "cutile" or "auto": one result. Or a variant's name.
 
     Returns
     -------
@@ -239,19 +236,15 @@ def masked_scaled_bmm(
     a_scale, b_scale : torch.Tensor
         Bytes of any 8-bit dtype and any shape, contiguous, upstream's being [Q, rows / 128, blocks / 4, 2, 256]: for
         each entry the factors of its rows in 128x4 tiles.
-    masked_m : torch.Tensor
-        [Q] int32, on the device: how many rows of each entry count. It is read by the kernel alone.
+    masked_m, backend
+        As in `masked_bmm`.
     block_scale_type : str
         "nvfp4": e2m1, an e4m3 factor for 16 elements. "mxfp4": e2m1, a ue8m0 factor for 32. "mxfp8": FP8, the same.
         "mixed": a as in "mxfp8", b as in "mxfp4"; a is not rounded to FP4.
     max_m_device : torch.Tensor, optional
         The largest of masked_m on the device, of one element; it has no effect.
-    transpose_a, transpose_b : bool
-        Only False, and only True.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default bfloat16.
-    backend : str
-        "cutile" or "auto": one result. Or a variant's name.
+    transpose_a, transpose_b, out_dtype
+        As in `ragged_block_scaled_bmm`.
 
     Returns
     -------
@@ -281,8 +274,7 @@ def masked_scaled_bmm(
     _check_most(0, max_m_device)
     (entries, m, _), n = a.shape, b.shape[1]
     given.same("b", len(b), "a", entries, "entries")
-    require(masked_m.shape == (entries,), "masked_m", tuple(masked_m.shape), f"[{entries}], the entries of a")
-    require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
+    require_fit("masked_m", masked_m, masked_m.shape == (entries,), f"[{entries}], the entries of a", torch.int32)
     blocks = given.blocks_of("a", _elements(a), factors.width)
     a_scale = given.factors("a_scale", a_scale, m, blocks, "128x4", entries)
     b_scale = given.factors("b_scale", b_scale, n, blocks, "128x4", entries)
@@ -324,7 +316,7 @@ def ragged_scaled_bmm(
     a_scale : torch.Tensor
         Bytes of any 8-bit dtype and any shape, contiguous, upstream's being [M / 128, blocks / 4, 2, 256]: the factors
         of all rows in 128x4 tiles; of more rows too.
-    b_scale : torch.Tensor
+    b_scale, transpose_a, transpose_b, backend
         As in `masked_scaled_bmm`.
     m_indptr : torch.Tensor
         [Q + 1] int32, on the device: not decreasing, up to M. It is read by the kernel alone. Upstream wants multiples
@@ -333,8 +325,6 @@ def ragged_scaled_bmm(
         At most the rows of an entry; it has no effect.
     block_scale_type : str
         "nvfp4", "mxfp4", "mxfp8" or "mixed", as in `masked_scaled_bmm`.
-    transpose_a, transpose_b : bool
-        Only False, and only True.
     static_persistent : bool
         How upstream schedules its kernel; it has no effect.
     swizzled_layout_a : bool
@@ -343,8 +333,6 @@ def ragged_scaled_bmm(
         float32, one element: what the values of a were multiplied with before they were quantised.
     b_global_scale : torch.Tensor, optional
         float32 [Q]: the same, of each entry of b.
-    backend : str
-        "cutile" or "auto": one result. Or a variant's name.
 
     Returns
     -------
@@ -460,8 +448,7 @@ def group_gemm_fp8_nt_groupwise_contiguous(
     require(mnk == (1, 128, 128), "scale_granularity_mnk", mnk, "(1, 128, 128)")
     require(out is not None or out_dtype in (None, torch.bfloat16), "out_dtype", out_dtype, "torch.bfloat16")
     require(out is None or out.dtype == torch.bfloat16, "out", None if out is None else out.dtype, "torch.bfloat16")
-    require(m_indices.shape == a.shape[:1], "m_indices", tuple(m_indices.shape), f"[{a.shape[0]}], the rows of a")
-    require(m_indices.dtype == torch.int32, "m_indices", m_indices.dtype, "int32")
+    require_fit("m_indices", m_indices, m_indices.shape == a.shape[:1], f"[{a.shape[0]}], the rows of a", torch.int32)
     if validate_indices:
         _check_sorted(m_indices.tolist(), len(b))
     return _groupwise(a, b, a_scale, b_scale, "indices", m_indices, out, torch.bfloat16, mnk, "K", None, "auto")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_values, present, require
+from flashinfer._core.checks import check_values, present, require, require_fit
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 
@@ -127,8 +127,7 @@ class SegmentGEMMWrapper:
 
 
 def _check_index(name: str, x: torch.Tensor, count: int) -> None:
-    require(x.shape == (count,), name, tuple(x.shape), f"[{count}]")
-    require(x.dtype in (torch.int32, torch.int64), name, x.dtype, "int32, int64")
+    require_fit(name, x, x.shape == (count,), f"[{count}]", torch.int32, torch.int64)
 
 
 def _check_segments(name: str, x: torch.Tensor, kind: str, rows: int) -> None:

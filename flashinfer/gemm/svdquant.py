@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_apart, require, same_device
+from flashinfer._core.checks import check_apart, require, require_fit, same_device
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm.blockscaled import mm_fp4
@@ -62,8 +62,7 @@ def nvfp4_quantize_smooth(
     >>> codes.shape, factors.shape
     (torch.Size([3, 32]), torch.Size([512]))
     """
-    require(x.dim() == 2, "x", tuple(x.shape), "[m, k]")
-    require(x.dtype in _HALVES, "x", x.dtype, "bfloat16, float16")
+    require_fit("x", x, x.dim() == 2, "[m, k]", *_HALVES)
     _check_columns("pre_quant_scale", pre_quant_scale, x.shape[1], (x.dtype,))
     same_device(x=x, pre_quant_scale=pre_quant_scale)
     variant = "cuda" if backend in _UPSTREAM else backend
@@ -186,14 +185,12 @@ def svdquant_linear(
 
     Parameters
     ----------
-    x : torch.Tensor
-        [m, k]; bfloat16 or float16, any strides. k a multiple of 16.
+    x, pre_quant_scale, global_scale
+        As in `nvfp4_quantize_smooth`.
     weight_fp4, weight_sf : torch.Tensor
         What the low rank leaves of the weight, as b and b_sf of `mm_nvfp4_svdquant`.
     alpha, bias, backend, enable_pdl
         As there.
-    pre_quant_scale, global_scale : torch.Tensor
-        As in `nvfp4_quantize_smooth`.
     l2t_smoothed : torch.Tensor
         [k, rank], dtype of x: the second factor transposed, its rows times pre_quant_scale. ``x @ l2t`` is rounded.
     l1_scaled : torch.Tensor

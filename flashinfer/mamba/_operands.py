@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import check_indptr, require, rows_of
+from flashinfer._core.checks import check_indptr, require, require_fit, rows_of
 from flashinfer.ops.recurrent import ssm as room
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,8 +47,7 @@ def operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens)
         check_tensor(name, value, (*x.shape[:-2], groups, dstate), (x.dtype,))
     B, C = rows_of(B), rows_of(C)
     if packed:
-        require(cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1, "cu_seqlens", tuple(cu_seqlens.shape), "[batch + 1]")
-        require(cu_seqlens.dtype in _INDEX, "cu_seqlens", cu_seqlens.dtype, "int32, int64")
+        require_fit("cu_seqlens", cu_seqlens, cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1, "[batch + 1]", *_INDEX)
     axis = 0 if packed else 1
     x, dt, B, C, seen = (t if t.dim() == 4 else t.unsqueeze(axis) for t in (x, dt, B, C, seen))
     z = z if z is None or z.dim() == 4 else z.unsqueeze(axis)
@@ -88,8 +87,7 @@ def check_tables(tables: dict, tokens: room.Tokens) -> torch.dtype:
         rows = table.shape[0] if table.dim() else 0
         enough = rows == n if name == "intermediate_state_indices" else rows >= n
         fits = enough and table.dim() in ((1, 2) if both else (1,)) and (table.numel() or not n)
-        require(fits, name, tuple(table.shape), f"[{n}] or [{n}, columns]" if both else f"[{n}]")
-        require(table.dtype in _INDEX, name, table.dtype, "int32, int64")
+        require_fit(name, table, fits, f"[{n}] or [{n}, columns]" if both else f"[{n}]", *_INDEX)
         found.add(table.dtype)
     if tables.get("num_accepted_tokens") is not None:
         table = tables["state_batch_indices"]

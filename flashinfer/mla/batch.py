@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.checks import NoPlan, dtype_name, present, require, require_tensor
+from flashinfer._core.checks import NoPlan, dtype_name, present, require, require_fit, require_tensor
 from flashinfer._core.literals import Backend
 from flashinfer._core.tracing import is_traced
 from flashinfer._direct.given import as_rows, flag, pair, real, whole
@@ -41,19 +41,14 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : uint8 or int8 Tensor
-        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
-        the wrapper's.
-    use_cuda_graph : bool
-        Keep the tables in the buffers below, so that a captured run() serves later plans.
+    float_workspace_buffer, use_cuda_graph, variant
+        As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper`.
     qo_indptr, kv_indptr : int32 Tensor [max_batch + 1], optional
     kv_indices : int32 Tensor [max pages], optional
     kv_len_arr : int32 Tensor [max_batch], optional
         The buffers, with use_cuda_graph.
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
-    variant : AttentionVariant, optional
-        Functions that change logits or hide keys (docs/variants.md).
 
     Examples
     --------
@@ -444,8 +439,7 @@ def widened(asked: PlanOptions, table: Table, queries: tuple, caches: tuple, sca
     ckv, _ = caches
     name, groups = "ckv_scale_arr", scales.shape[-1] if scales.dim() else 0
     fits = scales.shape[:-1] == ckv.shape[:-1] and groups > 0 and ckv.shape[-1] % groups == 0
-    require(fits, name, tuple(scales.shape), f"{(*ckv.shape[:-1], max(ckv.shape[-1] // 128, 1))}")
-    require(scales.dtype == torch.float32, name, scales.dtype, "float32")
+    require_fit(name, scales, fits, f"{(*ckv.shape[:-1], max(ckv.shape[-1] // 128, 1))}", torch.float32)
     require(scales.device == ckv.device, name, f"a tensor on {scales.device}", str(ckv.device))
     pages = present("page_table", table.kv_indices).long().clamp(0, max(ckv.shape[0] - 1, 0))
     dtype = torch.float16 if asked.q_dtype == torch.float16 else torch.bfloat16

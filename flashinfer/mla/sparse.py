@@ -77,8 +77,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     swa_kv_cache : Tensor [pages, 1, page_size, head_dim] (HND) or [pages, page_size, 1, head_dim] (NHD)
         Of the sliding window; without the axis of 1 as well. query's dtype, or fp8. Any page size, any strides of the
         outer axes. Caches of bytes, which carry their scales, are refused.
-    workspace_buffer : Tensor
-        For partial results, where it is large enough; its contents are not preserved.
+    workspace_buffer, out, sinks
+        As in `flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla`.
     sparse_indices : int32 Tensor [tokens, width] or [batch, q_len, width]
         The keys of each query, as tokens of a cache (page * page_size + place in it): the first 128 columns of
         swa_kv_cache, the others of compressed_kv_cache. Negative ones are none, wherever they stand.
@@ -90,12 +90,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         Keys of each request before compression. Of the window's columns so many count as its queries see keys: a query
         that is the last but i of its request, those before seq_lens - i. Not read with extra_sparse_indices or
         swa_topk_lens.
-    out : Tensor, as query, optional
-        bf16, fp16, fp32 or fp8, which saturates; as query otherwise (bfloat16 for fp8).
     bmm1_scale, bmm2_scale : float or float32 Tensor [1]
         Factors of logits and outputs.
-    sinks : float32 Tensor [num_heads], optional
-        A logit per head that takes part in the softmax without a value.
     kv_layout : str
         "HND" or "NHD".
     cum_seq_lens_q : int32 Tensor [batch + 1], optional

@@ -120,12 +120,10 @@ class Fp8MegaMoeConfig:
     ----------
     intermediate_size : int
         Columns of w2, half the rows of w13; blockwise a multiple of 128, as is the hidden size.
-    top_k : int
-        Experts of a token.
+    top_k, gate_up_clamp
+        As in `Bf16MegaMoeConfig`.
     fp8_scale_mode : str
         "blockwise" or "per_tensor".
-    gate_up_clamp : float, optional
-        The largest gate, and the largest magnitude of what the up-projection gives.
     fc1_activation_dequant_scale, fc2_activation_dequant_scale : float
         The scales of per_tensor rows, before the first and the second product; the same on every rank. They multiply
         the codes. What is over 448 times its scale becomes that. Only 1 for blockwise.

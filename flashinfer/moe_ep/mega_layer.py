@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from flashinfer._core.checks import require, require_tensor, same_device
+from flashinfer._core.checks import require, require_fit, require_tensor, same_device
 from flashinfer.moe_ep import mega_workspace
 from flashinfer.moe_ep.config import BootstrapConfig, MoEEpCommParams
 from flashinfer.moe_ep.mega_config import FleetParams, MegaConfig, Scaled, require_count
@@ -345,8 +345,7 @@ class MoEEpMegaLayer(torch.nn.Module):
         require_tensor("output", output)
         hidden = self._fleet_params.token_hidden_size
         fits = output.dim() == 2 and len(output) >= tokens and output.shape[1] == hidden and output.is_contiguous()
-        require(fits, "output", tuple(output.shape), f"[{tokens} or more, {hidden}], contiguous")
-        require(output.dtype == torch.bfloat16, "output", output.dtype, "bfloat16")
+        require_fit("output", output, fits, f"[{tokens} or more, {hidden}], contiguous", torch.bfloat16)
         same_device(w13=self._experts.weights.w13, output=output)
         return output if len(output) == tokens else output[:tokens]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_fit
 from flashinfer._direct.given import whole
 
 
@@ -53,8 +53,7 @@ def msa_topk_select(
     >>> msa_topk_select(scores, 2).tolist(), msa_topk_select(scores, 2, force_begin_blocks=1).tolist()
     ([[[1, 3]]], [[[0, 1]]])
     """
-    require(max_score.dim() == 3, "max_score", tuple(max_score.shape), "[heads, blocks, tokens]")
-    require(max_score.dtype == torch.float32, "max_score", max_score.dtype, "float32")
+    require_fit("max_score", max_score, max_score.dim() == 3, "[heads, blocks, tokens]", torch.float32)
     heads, blocks, tokens = max_score.shape
     topk, device = whole("topk", topk, 1), max_score.device
     first = whole("force_begin_blocks", force_begin_blocks, 0)

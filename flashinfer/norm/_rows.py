@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops import norm as room
 
@@ -37,8 +37,7 @@ def launch(
 
 
 def check_rows(input, **others) -> None:
-    require(input.dim() in (2, 3), "input", tuple(input.shape), "[rows, hidden] or [batch, heads, hidden]")
-    require(input.dtype in ROW_DTYPES, "input", input.dtype, "bfloat16, float16, float32")
+    require_fit("input", input, input.dim() in (2, 3), "[rows, hidden] or [batch, heads, hidden]", *ROW_DTYPES)
     for name, tensor in others.items():
         require(tensor.shape == input.shape, name, tuple(tensor.shape), f"{tuple(input.shape)}, the shape of input")
         require(tensor.dtype == input.dtype, name, tensor.dtype, f"{input.dtype}, the dtype of input")
@@ -47,5 +46,4 @@ def check_rows(input, **others) -> None:
 def check_weights(input, **weights) -> None:
     hidden = input.shape[-1]
     for name, weight in weights.items():
-        require(weight.shape == (hidden,), name, tuple(weight.shape), f"[{hidden}], the last dimension of input")
-        require(weight.dtype in ROW_DTYPES, name, weight.dtype, "bfloat16, float16, float32")
+        require_fit(name, weight, weight.shape == (hidden,), f"[{hidden}], the last dimension of input", *ROW_DTYPES)

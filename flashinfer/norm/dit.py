@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, present, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, present, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer._core.sizes import power_of_two
@@ -121,30 +121,15 @@ def fused_dit_gate_residual_layernorm_scale_shift(
 
     Parameters
     ----------
-    input, residual : torch.Tensor
-        [batch, rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
+    input, residual, epsilon, use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, residual_out
+        As in `fused_dit_gate_residual_layernorm_gamma_beta`.
+    norm_out, sf_out
+        As in `fused_dit_gate_residual_layernorm_gamma_beta`.
     gate, scale, shift : torch.Tensor
         [batch, rows, hidden] or [batch * rows, hidden], any strides, such as a sixth of one tensor has; or
         [batch, 1, hidden]. The dtype of `input`.
     gate_bias, scale_bias, shift_bias : torch.Tensor, optional
         float32 [hidden] or [1, hidden].
-    epsilon : float
-        Added to the variance (the biased one, divided by hidden).
-    use_nvfp4, use_mxfp8 : bool
-        Quantise the norm, as `nvfp4_quantize` or `mxfp8_quantize` do; at most one. hidden a multiple of 16 or 32.
-    global_scaling_factor : torch.Tensor, optional
-        One element (float32, float16 or bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). It
-        multiplies block factors.
-    input_global_scaling_factor : torch.Tensor, optional
-        One element or a number that `input` is multiplied by.
-    residual_out : torch.Tensor, optional
-        Receives the stream, contiguous, shape and dtype of `input`. It may be `residual` itself.
-    norm_out : torch.Tensor, optional
-        Receives the norm, contiguous: shape and dtype of `input`; NVFP4: int32 [batch, rows, hidden / 8]; MXFP8: int32
-        [batch, rows, hidden / 4].
-    sf_out : torch.Tensor, optional
-        Receives the factors of NVFP4 or MXFP8: uint8 [batch, padded rows / 128, padded factors / 4, 32, 4, 4], the
-        128x4 tiles of each batch entry, contiguous. Padding becomes 0.
 
     Returns
     -------
@@ -209,23 +194,8 @@ def fused_dit_residual_layernorm_scale_shift(
         The stream, in the shape and dtype of `input`; without it `input` is the stream.
     scale_bias, shift_bias : torch.Tensor, optional
         float32 [hidden] or [1, hidden].
-    epsilon : float
-        Added to the variance (the biased one, divided by hidden).
-    use_nvfp4, use_mxfp8 : bool
-        Quantise the norm, as `nvfp4_quantize` or `mxfp8_quantize` do; at most one. hidden a multiple of 16 or 32.
-    global_scaling_factor : torch.Tensor, optional
-        One element (float32, float16 or bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). It
-        multiplies block factors.
-    input_global_scaling_factor : torch.Tensor, optional
-        One element or a number that `input` is multiplied by.
-    residual_out : torch.Tensor, optional
-        Receives the stream, contiguous, shape and dtype of `input`. It may be `residual` itself.
-    norm_out : torch.Tensor, optional
-        Receives the norm, contiguous: shape and dtype of `input`; NVFP4: int32 [batch, rows, hidden / 8]; MXFP8: int32
-        [batch, rows, hidden / 4].
-    sf_out : torch.Tensor, optional
-        Receives the factors of NVFP4 or MXFP8: uint8 [batch, padded rows / 128, padded factors / 4, 32, 4, 4], the
-        128x4 tiles of each batch entry, contiguous. Padding becomes 0.
+    epsilon, use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, residual_out, norm_out, sf_out
+        As in `fused_dit_gate_residual_layernorm_gamma_beta`.
 
     Returns
     -------
@@ -262,8 +232,7 @@ def _format(use_nvfp4, use_mxfp8, global_scale) -> str:
 def _modulate(given, factor, shift, epsilon, format, scaling, results) -> tuple[torch.Tensor, torch.Tensor]:
     """given : tensors by their names, of which `factor` and `shift` name two. results : what the caller gave."""
     x = given["input"]
-    require(x.dim() == 3, "input", tuple(x.shape), "[batch, rows, hidden]")
-    require(x.dtype in _DTYPES, "input", x.dtype, "bfloat16, float16, float32")
+    require_fit("input", x, x.dim() == 3, "[batch, rows, hidden]", *_DTYPES)
     batch, rows, hidden = x.shape
     fits = hidden > 0 and (not format or hidden % FORMATS[format].width == 0)
     require(fits, "input", tuple(x.shape), f"rows of a multiple of {FORMATS[format].width if format else 1}")
@@ -297,8 +266,7 @@ def _modulate(given, factor, shift, epsilon, format, scaling, results) -> tuple[
 def _bias(name, bias, hidden):
     if bias is None:
         return None
-    require(bias.shape in ((hidden,), (1, hidden)), name, tuple(bias.shape), f"[{hidden}] or [1, {hidden}]")
-    require(bias.dtype == torch.float32, name, bias.dtype, "float32")
+    require_fit(name, bias, bias.shape in ((hidden,), (1, hidden)), f"[{hidden}] or [1, {hidden}]", torch.float32)
     return bias.reshape(hidden).contiguous()
 
 

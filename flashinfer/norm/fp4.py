@@ -35,8 +35,8 @@ def rmsnorm_fp4quant(
     input : torch.Tensor
         [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. hidden a multiple of
         `block_size`, up to 32768 on a GPU.
-    weight : torch.Tensor
-        [hidden]; bfloat16, float16 or float32.
+    weight, eps, enable_pdl
+        As in `flashinfer.rmsnorm`.
     y_fp4 : torch.Tensor, optional
         Receives the codes; [..., hidden / 2], float4_e2m1fn_x2 or uint8: two e2m1 a byte, the first in the low half.
     block_scale : torch.Tensor, optional
@@ -47,18 +47,12 @@ def rmsnorm_fp4quant(
         NVFP4: a tensor of one element (float32, float16 or bfloat16), or a number, g; block scales are multiplied by
         it, so that ``y`` is about ``code * block_scale / g``. With ``448 * 6 / max(abs(y))`` they use the whole range
         of e4m3. The default is 1. Upstream's docstring says that the norm is divided by it; its kernels multiply.
-    eps : float
-        Added to the mean square.
     block_size : int
         16 for NVFP4, 32 for MXFP4.
     scale_format : str, optional
         "e4m3" with blocks of 16 and "ue8m0" with blocks of 32, which are the defaults.
     is_sf_swizzled_layout : bool
         Block scales in tiles of 128 rows and 4 blocks, `[row tile][block tile][32][4][4]`, as tensor cores read them.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
 
     Returns
     -------

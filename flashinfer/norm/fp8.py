@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require, same_device, wants_pdl
+from flashinfer._core.checks import require, require_fit, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
@@ -36,17 +36,11 @@ def rmsnorm_quant(
         is beyond the format's largest value becomes that.
     input : torch.Tensor
         [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides.
-    weight : torch.Tensor
-        [hidden]; bfloat16, float16 or float32.
+    weight, eps, enable_pdl
+        As in `flashinfer.rmsnorm`.
     scale : torch.Tensor or float
         What a code of 1 stands for, so the norm is divided by it: a number, or a tensor of one element (float32,
         float16 or bfloat16), read on the device. Results are multiplied by its float32 inverse.
-    eps : float
-        Added to the mean square.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
 
     Raises
     ------
@@ -188,7 +182,7 @@ def fused_add_rmsnorm_fp8_block_quant(
         Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
         it is rounded to the dtype of `residual`.
     weight, eps, enable_pdl
-        As in `rmsnorm_quant`.
+        As in `flashinfer.rmsnorm`.
 
     Raises
     ------
@@ -218,8 +212,7 @@ def fused_add_rmsnorm_fp8_block_quant(
     require(out.dtype == torch.float8_e4m3fn, "out", out.dtype, "float8_e4m3fn")
     pitch = -(-rows // 4) * 4
     fits = block_scale.shape == (hidden // 128, pitch) and block_scale.is_contiguous()
-    require(fits, "block_scale", tuple(block_scale.shape), f"[{hidden // 128}, {pitch}], contiguous")
-    require(block_scale.dtype == torch.float32, "block_scale", block_scale.dtype, "float32")
+    require_fit("block_scale", block_scale, fits, f"[{hidden // 128}, {pitch}], contiguous", torch.float32)
     quantised(
         input, residual, weight, out, None, block_scale, None, normed_out, [eps, 1.0], "fp8_block", "", "",
         pdl=wants_pdl(enable_pdl),

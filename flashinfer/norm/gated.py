@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.sizes import power_of_two
 from flashinfer.norm._rows import ROW_DTYPES, check_rows, check_weights, launch
@@ -112,16 +112,12 @@ def gated_residual_rmsnorm(
         [hidden]; bfloat16, float16 or float32. None: the branch is normalised as it is, and `gain_center` is not used.
     alpha, beta : torch.Tensor
         [hidden], float32: the gates of the stream and of the branch.
-    eps : float
-        Added to the mean square.
+    eps, enable_pdl
+        As in `rmsnorm_sigmoid_gate`.
     gain_center : float
         Added to the weight.
     out : torch.Tensor, optional
         Receives the result; [rows, hidden], float32, any strides. It may be `residual` itself.
-    enable_pdl : bool
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself: small launches, where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
 
     Returns
     -------
@@ -244,14 +240,8 @@ def supports_gated_residual_rmsnorm(
 
     Parameters
     ----------
-    branch : torch.Tensor
-        [rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
-    residual : torch.Tensor
-        [rows, hidden], float32, any strides.
-    weight : torch.Tensor or None
-        [hidden]; bfloat16, float16 or float32. None: the branch is normalised as it is, and `gain_center` is not used.
-    alpha, beta : torch.Tensor
-        [hidden], float32: the gates of the stream and of the branch.
+    branch, residual, weight, alpha, beta
+        As in `gated_residual_rmsnorm`.
 
     Returns
     -------
@@ -281,19 +271,8 @@ def supports_gated_residual_next_rmsnorm(
 
     Parameters
     ----------
-    branch : torch.Tensor
-        [rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
-    residual : torch.Tensor
-        [rows, hidden], float32, any strides.
-    next_weight : torch.Tensor
-        [hidden]; bfloat16, float16 or float32.
-    alpha : torch.Tensor or float
-        The gate of the stream: [hidden], float32, or a number.
-    beta : torch.Tensor
-        The gate of the branch: [hidden], float32.
-    post_weight : torch.Tensor, optional
-        [hidden], in the dtype of `next_weight`. Without it the branch is normalised as it is, and `post_gain_center` is
-        not used.
+    branch, residual, next_weight, alpha, beta, post_weight
+        As in `gated_residual_next_rmsnorm`.
 
     Returns
     -------
@@ -323,15 +302,13 @@ def _accepted(branch, residual, weight, alpha, beta, next_weight) -> bool:
 
 
 def _check_gated(branch, residual, weight, alpha, beta, next_weight) -> None:
-    require(branch.dim() == 2, "branch", tuple(branch.shape), "[rows, hidden]")
-    require(branch.dtype in ROW_DTYPES, "branch", branch.dtype, "bfloat16, float16, float32")
+    require_fit("branch", branch, branch.dim() == 2, "[rows, hidden]", *ROW_DTYPES)
     require(residual.shape == branch.shape, "residual", tuple(residual.shape), f"{tuple(branch.shape)}, as branch")
     require(residual.dtype == torch.float32, "residual", residual.dtype, "float32")
     hidden = branch.shape[1]
     for name, gate in (("alpha", alpha), ("beta", beta)):
         if gate is not None:
-            require(gate.shape == (hidden,), name, tuple(gate.shape), f"[{hidden}], a row of branch")
-            require(gate.dtype == torch.float32, name, gate.dtype, "float32")
+            require_fit(name, gate, gate.shape == (hidden,), f"[{hidden}], a row of branch", torch.float32)
     weights = {"weight" if next_weight is None else "post_weight": weight, "next_weight": next_weight}
     check_weights(branch, **{name: w for name, w in weights.items() if w is not None})
     if weight is not None and next_weight is not None:

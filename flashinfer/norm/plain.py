@@ -74,18 +74,8 @@ def gemma_rmsnorm(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [rows, hidden], or [batch, heads, hidden] as QK-norm has it; bfloat16, float16 or float32, any strides.
-    weight : torch.Tensor
-        [hidden]; bfloat16, float16 or float32.
-    eps : float
-        Added to the mean square.
-    out : torch.Tensor, optional
-        Receives the result; shape and dtype of `input`, any strides. It may be `input` itself.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    input, weight, eps, out, enable_pdl
+        As in `rmsnorm`.
 
     Returns
     -------
@@ -124,18 +114,12 @@ def qk_rmsnorm_cute(
     ----------
     input : torch.Tensor
         [batch, heads, head_dim]; bfloat16, float16 or float32, any strides.
-    weight : torch.Tensor
-        [hidden]; bfloat16, float16 or float32.
+    weight, eps, enable_pdl
+        As in `rmsnorm`.
     output : torch.Tensor
         Receives the result; shape and dtype of `input`, any strides.
-    eps : float
-        Added to the mean square.
     weight_bias : float
         0, or 1 for a weight that is stored minus one.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
 
     Raises
     ------
@@ -173,14 +157,8 @@ def fused_add_rmsnorm(
     residual : torch.Tensor
         Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
         it is rounded to the dtype of `residual`.
-    weight : torch.Tensor
-        [hidden]; bfloat16, float16 or float32.
-    eps : float
-        Added to the mean square.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    weight, eps, enable_pdl
+        As in `rmsnorm`.
 
     Raises
     ------
@@ -215,20 +193,10 @@ def gemma_fused_add_rmsnorm(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. Overwritten with the
-        normalised sum.
-    residual : torch.Tensor
-        Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
-        it is rounded to the dtype of `residual`.
-    weight : torch.Tensor
-        [hidden]; bfloat16, float16 or float32.
-    eps : float
-        Added to the mean square.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    input, residual
+        As in `fused_add_rmsnorm`.
+    weight, eps, enable_pdl
+        As in `rmsnorm`.
 
     Raises
     ------

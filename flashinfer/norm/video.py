@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.sizes import power_of_two
 from flashinfer.norm._rows import ROW_DTYPES
@@ -155,14 +155,12 @@ def _check_rows(qkv, patches: int, columns: int) -> None:
     allowed = f"[batch, {patches}, {columns}], or [tokens, {columns}] with a multiple of {patches} tokens"
     fits = qkv.dim() in (2, 3) and qkv.shape[-1] == columns
     fits = fits and (qkv.shape[1] == patches if qkv.dim() == 3 else qkv.shape[0] % patches == 0)
-    require(fits, "qkv", tuple(qkv.shape), allowed)
-    require(qkv.dtype in ROW_DTYPES, "qkv", qkv.dtype, "bfloat16, float16, float32")
+    require_fit("qkv", qkv, fits, allowed, *ROW_DTYPES)
 
 
 def _check_weights(q_weight, k_weight, heads, head_dim) -> None:
     for name, weight, count in (("q_weight", q_weight, heads[0]), ("k_weight", k_weight, heads[1])):
-        require(weight.numel() == count * head_dim, name, tuple(weight.shape), f"[{count * head_dim}]")
-        require(weight.dtype in ROW_DTYPES, name, weight.dtype, "bfloat16, float16, float32")
+        require_fit(name, weight, weight.numel() == count * head_dim, f"[{count * head_dim}]", *ROW_DTYPES)
     require(k_weight.dtype == q_weight.dtype, "k_weight", k_weight.dtype, f"{q_weight.dtype}, the dtype of q_weight")
 
 

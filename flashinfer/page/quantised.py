@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import KvLayout
 from flashinfer._core.sizes import power_of_two
@@ -356,8 +356,7 @@ def _append_quantised(
     same_device(**{key_name: key, value_name: value}, **indices)
     same_device(**{key_name: key, k_name: k_cache, factors_name: k_factors})
     same_device(**{key_name: key, v_name: v_cache, factors_name: v_factors})
-    require(key.dim() == 3, key_name, tuple(key.shape), "[nnz, num_kv_heads, head_dim]")
-    require(key.dtype in (torch.bfloat16, torch.float16), key_name, key.dtype, "bfloat16, float16")
+    require_fit(key_name, key, key.dim() == 3, "[nnz, num_kv_heads, head_dim]", torch.bfloat16, torch.float16)
     known = KV_FORMATS[kv_format]
     block = known.width or known.per_byte
     require(key.shape[2] % block == 0, key_name, tuple(key.shape), f"a head_dim that is a multiple of {block}")

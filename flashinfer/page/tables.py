@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, indptr_values, require, same_device
+from flashinfer._core.checks import dtype_name, indptr_values, require, require_fit, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import page as room
@@ -67,8 +67,7 @@ def get_batch_indices_positions(
     for name, tensor in (("batch_indices", batch_indices), ("positions", positions)):
         if tensor is None:
             tensor = torch.empty(nnz, dtype=torch.int32, device=append_indptr.device)
-        require(tensor.shape == (nnz,), name, tuple(tensor.shape), f"[{nnz}], nnz")
-        require(tensor.dtype == torch.int32, name, tensor.dtype, "int32")
+        require_fit(name, tensor, tensor.shape == (nnz,), f"[{nnz}], nnz", torch.int32)
         require(tensor.is_contiguous(), name, f"stride {tensor.stride()}", "contiguous")
         made.append(tensor)
     if seq_lens.device.type == "cpu" and append_indptr.is_cuda:

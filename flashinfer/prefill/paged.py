@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
-
 import torch
 
 from flashinfer._core.literals import Backend, KvLayout, LseBase, LseLayout, PosEncodingMode
-from flashinfer._core.signatures import returning_lse
+from flashinfer._core.signatures import returning_lse, sized_by
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import check_agrees, check_buffers, in_rows
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
@@ -226,78 +224,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
 
     begin_forward = plan
 
-    def workspace_size(
-        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
-        head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None, causal: bool = False,
-        pos_encoding_mode: PosEncodingMode = "NONE",
-        use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
-        logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None, prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None, block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None, disable_split_kv: bool = False, uniform_q_len: int | None = None,
-    ) -> tuple[int, int]:  # fmt: skip
-        """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
-
-        The plan of the wrapper stays as it is. With qo_indptr on a GPU and no bound on its rows, the size is known at
-        the first run() only, and float_bytes is 0.
-
-        Parameters
-        ----------
-        qo_indptr, paged_kv_indptr : int Tensor [batch_size + 1]
-            Query rows of each request, and where its entries begin in `paged_kv_indices`.
-        paged_kv_indices : int Tensor [pages used]
-            Page ids.
-        paged_kv_last_page_len : int Tensor [batch_size]
-            Tokens in each request's last page.
-        num_qo_heads, num_kv_heads, head_dim_qk, page_size : int
-        head_dim_vo : int, optional
-            Default head_dim_qk.
-        custom_mask, packed_custom_mask : Tensor, optional
-            A mask of the keys that each query sees, as in `plan`.
-        causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
-            Options of the logits, as in `plan`.
-        q_data_type, kv_data_type, o_data_type : dtype or its name
-            As in `plan`.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-            Multi-item scoring, as in `plan`.
-        seq_lens, seq_lens_q, block_tables : Tensor, optional
-            As in `plan`: what is on the host has to agree with the tables.
-        max_token_per_sequence, max_sequence_kv : int, optional
-            The longest query and the most keys of a request.
-        fixed_split_size : int, optional
-        disable_split_kv : bool
-            How keys are cut between blocks, which decides the size.
-        uniform_q_len : int, optional
-            Every request has this many queries.
-
-        Returns
-        -------
-        float_bytes : int
-            What `float_workspace_buffer` has to hold, so that the wrapper allocates no scratch of its own.
-        int_bytes : int
-            Always 0: the wrapper owns its work lists.
-
-        Raises
-        ------
-        ValueError
-            As `plan` raises it.
-        """
-        probe = self._probe()
-        probe.plan(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-            head_dim_qk, page_size, head_dim_vo, custom_mask, packed_custom_mask, causal, pos_encoding_mode,
-            use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type,
-            kv_data_type, o_data_type, True, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
-            max_item_len_ptr, seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
-            fixed_split_size, disable_split_kv, uniform_q_len,
-        )  # fmt: skip
-        return probe._planned().scratch_bytes, 0
+    workspace_size = sized_by(plan, "non_blocking")
 
     def _views_of(self, page_size: int, num_kv_heads: int):
         """What makes views of the cache that run() gets."""
@@ -405,7 +332,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> torch.Tensor:
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Older name of `run`; these options replace the planned ones, for this call and later ones.
 
         An option that is left out takes its default here, not what plan() was given.
@@ -423,51 +352,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
             Scales of quantised k and v.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `plan`.
-
-        Returns
-        -------
-        Tensor [rows, num_qo_heads, head_dim_vo]
-            As `run` without return_lse.
-
-        Raises
-        ------
-        ValueError
-            As `run`; an option out of its range, by name.
-        """
-        self._change_plan(
-            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        return cast(torch.Tensor, self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale))
-
-    def forward_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], causal: bool = False,
-        pos_encoding_mode: PosEncodingMode = "NONE", use_fp16_qk_reduction: bool = False, k_scale: float | None = None,
-        v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
-        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`; these options replace the planned ones, for this call and later ones.
-
-        An option that is left out takes its default here, not what plan() was given.
-
-        Parameters
-        ----------
-        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
-        paged_kv_cache : Tensor or (Tensor, Tensor)
-            Pages of keys and values, as in `run`.
-        causal : bool
-            A query sees keys at its position and before.
-        use_fp16_qk_reduction : bool
-            Not read: sums are float32.
-        k_scale, v_scale : float, optional
-            Scales of quantised k and v.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-            As in `plan`.
+        return_lse : bool
 
         Returns
         -------
         out : Tensor [rows, num_qo_heads, head_dim_vo]
-        lse : float32 Tensor [rows, num_qo_heads]
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
 
         Raises
@@ -479,4 +369,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
-        return self.run_return_lse(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = returning_lse(forward)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from functools import partial
 from numbers import Real
-from typing import cast
-
 import torch
 
 from flashinfer._core.checks import renamed, require, require_tensor
@@ -32,24 +30,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
 
     Parameters
     ----------
-    float_workspace_buffer : uint8 Tensor
-        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
-        the wrapper's.
+    float_workspace_buffer, use_cuda_graph, custom_mask_buf, variant
+        As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         "NHD": k and v of [rows, num_kv_heads, head_dim]; "HND": [num_kv_heads, rows, head_dim].
-    use_cuda_graph : bool
-        Keep the tables in the buffers below, so that a captured run() serves later plans.
     qo_indptr_buf, kv_indptr_buf : int32 Tensor [max_batch + 1], optional
-    custom_mask_buf : uint8 Tensor, optional
-        For packed masks; needed where a captured graph has a custom mask.
     mask_indptr_buf : int32 Tensor [max_batch + 1], optional
         The buffers, with use_cuda_graph; contiguous and on the compute device.
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     jit_args, jit_kwargs, variant_owns_mask : optional
         As of `BatchPrefillWithPagedKVCacheWrapper`.
-    variant : AttentionVariant, optional
-        Functions that change logits or hide keys (docs/variants.md).
 
     Raises
     ------
@@ -141,10 +132,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             seq_lens_q and seq_lens (or max_token_per_sequence and max_sequence_kv) tell which it is.
         num_qo_heads, num_kv_heads, head_dim_qk : int
             num_qo_heads is a multiple of num_kv_heads.
-        head_dim_vo : int, optional
-            Default head_dim_qk.
-        custom_mask : bool Tensor [sum(q_len * kv_len)], optional
-            Requests one after another, each row-major [q_len, kv_len], in any axes; stands in the place of `causal`.
+        head_dim_vo, custom_mask, non_blocking, fixed_split_size, disable_split_kv, uniform_q_len
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan`.
         packed_custom_mask : uint8 Tensor, optional
             The same in bits, low bit first, each request starting on a byte; takes precedence.
         causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
@@ -152,14 +141,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         q_data_type, kv_data_type, o_data_type : dtype or its name
             kv defaults to q's, out to q's (bfloat16 for fp8 q). kv may be a format with factors, whose names
             `BatchDecodeWithPagedKVCacheWrapper.run` explains; not in CUDA-graph mode.
-        non_blocking : bool
-            Copies to the device never wait here; False changes nothing else.
         prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
             Multi-item scoring, as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        fixed_split_size : int, optional
-            Cut every request's keys at multiples of this, so that a result does not depend on the rest of the batch.
-        disable_split_kv : bool
-            Leave every request whole.
         seq_lens, seq_lens_q : Tensor [batch_size], optional
             Keys and queries of each request. The indptrs are enough; what is on the host has to agree with them.
         max_token_per_sequence, max_sequence_kv : int, optional
@@ -167,8 +150,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             queries.
         v_indptr, o_indptr : int Tensor [batch_size + 1], optional
             Rows of v and of out. They are those of k and q; any other layout is refused.
-        uniform_q_len : int, optional
-            Every request has this many queries.
 
         Raises
         ------
@@ -255,18 +236,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         k, v : Tensor
             [kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_indptr[-1], head_dim] (HND); any strides,
             head_dim contiguous.
-        *args
-            The variant's parameters, in its order; or by name in `params`. Without a variant, of FP8 queries: the
-            scales of q, k and v, each a number, or a tensor with one for all heads or one a head.
+        *args, params, lse_base, lse_layout
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.run`.
         o_scale : float or Tensor, optional
             Positive: the output is divided by it (the scale of a quantised output).
         q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl
             As in `BatchDecodeWithPagedKVCacheWrapper.run`.
-        params : dict, optional
-            What the variant's functions are given.
-        lse_base, lse_layout : str
-            Of the log-sum-exp, one that is given too: "log2" or "ln"; "NH" [rows, num_qo_heads] or "HN"
-            [num_qo_heads, rows].
         kv_cache_sf : (Tensor, Tensor) or Tensor, optional
             Of k and v in a format with factors, which kv_data_type names: the factors, laid out as k and v, as
             kv_block_scales of `BatchDecodeWithPagedKVCacheWrapper.run`, row by row; in one tensor with 2 as its second
@@ -281,8 +256,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         Raises
         ------
         ValueError
-            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; `out` that
-            has part of an operand's memory. Nothing is written then.
+            As in `flashinfer.BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if args:
             scales = q_scale, k_scale, v_scale
@@ -319,7 +293,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> torch.Tensor:
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Older name of `run`; these options replace the planned ones, for this call and later ones.
 
         An option that is left out takes its default here, not what plan() was given.
@@ -335,49 +311,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             Not read: sums are float32.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `plan`.
-
-        Returns
-        -------
-        Tensor [rows, num_qo_heads, head_dim_vo]
-            As `run` without return_lse.
-
-        Raises
-        ------
-        ValueError
-            As `run`; an option out of its range, by name.
-        """
-        self._change_plan(
-            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        return cast(torch.Tensor, self.run(q, k, v))
-
-    def forward_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False,
-        pos_encoding_mode: PosEncodingMode = "NONE",
-        use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
-        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`; these options replace the planned ones, for this call and later ones.
-
-        An option that is left out takes its default here, not what plan() was given.
-
-        Parameters
-        ----------
-        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
-        k, v : Tensor
-            Rows of keys and values, as in `run`.
-        causal : bool
-            A query sees keys at its position and before.
-        use_fp16_qk_reduction : bool
-            Not read: sums are float32.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-            As in `plan`.
+        return_lse : bool
 
         Returns
         -------
         out : Tensor [rows, num_qo_heads, head_dim_vo]
-        lse : float32 Tensor [rows, num_qo_heads]
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
 
         Raises
@@ -389,4 +328,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
-        return self.run_return_lse(q, k, v)
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = returning_lse(forward)

@@ -31,7 +31,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, q_scale: float | torch.Tensor | None=None, k_scale: float | torch.Tensor | None=None, v_scale: float | torch.Tensor | None=None, o_scale: float | None=None, out: torch.Tensor | None=None, lse: torch.Tensor | None=None, lse_base: LseBase='log2', lse_layout: LseLayout='NH', enable_pdl: bool | None=None, kv_cache_sf=None, params: dict | None=None) -> tuple[torch.Tensor, torch.Tensor]:
         ...
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool=False, pos_encoding_mode: PosEncodingMode='NONE', use_fp16_qk_reduction: bool=False, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None) -> torch.Tensor:
+    @overload
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool=False, pos_encoding_mode: PosEncodingMode='NONE', use_fp16_qk_reduction: bool=False, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None, *, return_lse: Literal[False]=False) -> torch.Tensor:
+        ...
+
+    @overload
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool=False, pos_encoding_mode: PosEncodingMode='NONE', use_fp16_qk_reduction: bool=False, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None, *, return_lse: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]:
+        ...
+
+    @overload
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool=False, pos_encoding_mode: PosEncodingMode='NONE', use_fp16_qk_reduction: bool=False, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None, *, return_lse: bool=False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ...
 
     def forward_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool=False, pos_encoding_mode: PosEncodingMode='NONE', use_fp16_qk_reduction: bool=False, window_left: int=-1, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None) -> tuple[torch.Tensor, torch.Tensor]:

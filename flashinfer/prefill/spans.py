@@ -10,6 +10,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, present, require, require_tensor
 from flashinfer._core.literals import KvLayout, PosEncodingMode
+from flashinfer._core.signatures import returning_lse, sized_by
 from flashinfer.ops.attention.options import MOST_KEYS, default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -180,70 +181,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         for name, value in absent.items():
             require(value is None, name, value, "its default: bidirectional_ranges and run()'s windows are the mask")
 
-    def workspace_size(
-        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
-        head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None, causal: bool = False,
-        pos_encoding_mode: PosEncodingMode = "NONE",
-        use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
-        logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = None,
-        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
-        prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None, disable_split_kv: bool = False,
-    ) -> tuple[int, int]:  # fmt: skip
-        """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
+    workspace_size = sized_by(plan, "non_blocking")
 
-        The plan of the wrapper stays as it is.
-
-        Parameters
-        ----------
-        qo_indptr, paged_kv_indptr : int Tensor [batch_size + 1]
-            Query rows of each request, and where its entries begin in `paged_kv_indices`.
-        paged_kv_indices : int Tensor [pages used]
-            Page ids.
-        paged_kv_last_page_len : int Tensor [batch_size]
-            Tokens in each request's last page.
-        num_qo_heads, num_kv_heads, head_dim_qk, page_size : int
-        head_dim_vo : int, optional
-            Default head_dim_qk.
-        custom_mask, packed_custom_mask : Tensor, optional
-            A mask of the keys that each query sees, as in `plan`.
-        causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap
-            Options of the logits, as in `plan`.
-        q_data_type, kv_data_type, o_data_type : dtype or its name
-            As in `plan`.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-            Multi-item scoring, as in `plan`.
-        max_token_per_sequence, max_sequence_kv : int, optional
-            The longest query and the most keys of a request.
-        fixed_split_size : int, optional
-        disable_split_kv : bool
-            How keys are cut between blocks, which decides the size.
-
-        Returns
-        -------
-        float_bytes : int
-            What `float_workspace_buffer` has to hold, so that the wrapper allocates no scratch of its own.
-        int_bytes : int
-            Always 0: the wrapper owns its work lists.
-
-        Raises
-        ------
-        ValueError
-            As `plan` raises it.
-        """
-        probe = type(self)(self._float_workspace_buffer, self._kv_layout, **self._fixed)
-        probe.plan(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-            head_dim_qk, page_size, head_dim_vo, custom_mask, packed_custom_mask, causal, pos_encoding_mode,
-            use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type, True,
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, max_token_per_sequence,
-            max_sequence_kv, fixed_split_size, disable_split_kv,
-        )  # fmt: skip
-        return probe._planned().scratch_bytes, 0
+    def _probe(self) -> BatchPrefillWithCausalBidirectionalRangesWrapper:
+        return type(self)(self._float_workspace_buffer, self._kv_layout, **self._fixed)
 
     @checked
     def run(
@@ -305,72 +246,26 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             return_lse=return_lse, enable_pdl=enable_pdl, params=params, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
-    def run_return_lse(
-        self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int = -1, range_window_left: int = -1,
-        q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, *, enable_pdl=None, kv_cache_sf=None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`run` with return_lse=True.
-
-        Parameters
-        ----------
-        q : Tensor [rows, num_qo_heads, head_dim_qk]
-        paged_kv_cache : Tensor or (Tensor, Tensor)
-            Pages of keys and values.
-        bidirectional_ranges : int32 Tensor [rows, 2]
-            For each query the first and the last key of its span; (-1, -1) for none.
-        causal_window_left, range_window_left : int
-            How far back a query sees, outside and inside its span, as in `run`.
-        q_scale, k_scale, v_scale : float or Tensor, optional
-            Scales of quantised q, k and v.
-        out, lse : Tensor, optional
-            Where to write both.
-        enable_pdl : bool, optional
-            Programmatic dependent launch: no effect on results.
-        kv_cache_sf : optional
-            The factors of a cache in a format that has them, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-
-        Returns
-        -------
-        out : Tensor [rows, num_qo_heads, head_dim_vo]
-        lse : float32 Tensor [rows, num_qo_heads]
-            Base 2; -inf for a row that sees no key, whose out is 0.
-
-        Raises
-        ------
-        ValueError
-            As `run`.
-        """
-        return self.run(
-            q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale,
-            out, lse, True, enable_pdl, kv_cache_sf,
-        )  # fmt: skip
+    run_return_lse = returning_lse(run)
 
     def forward(
         self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int = -1, range_window_left: int = -1,
-        q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None,
-    ) -> torch.Tensor:  # fmt: skip
+        q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None, *, return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Older name of `run`, without out and lse.
 
         Parameters
         ----------
-        q : Tensor [rows, num_qo_heads, head_dim_qk]
-        paged_kv_cache : Tensor or (Tensor, Tensor)
-            Pages of keys and values.
-        bidirectional_ranges : int32 Tensor [rows, 2]
-            For each query the first and the last key of its span; (-1, -1) for none.
-        causal_window_left, range_window_left : int
-            How far back a query sees, outside and inside its span, as in `run`.
-        q_scale, k_scale, v_scale : float or Tensor, optional
-            Scales of quantised q, k and v.
-        enable_pdl : bool, optional
-            Programmatic dependent launch: no effect on results.
-        kv_cache_sf : optional
-            The factors of a cache in a format that has them, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale
+            As in `run`.
+        return_lse, enable_pdl, kv_cache_sf
+            As in `run`.
 
         Returns
         -------
-        Tensor [rows, num_qo_heads, head_dim_vo]
-            As `run` without return_lse.
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
+            As of `run`.
 
         Raises
         ------
@@ -379,43 +274,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         """
         return self.run(
             q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale,
-            enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
+            return_lse=return_lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
-    def forward_return_lse(
-        self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int = -1, range_window_left: int = -1,
-        q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`, without out and lse.
-
-        Parameters
-        ----------
-        q : Tensor [rows, num_qo_heads, head_dim_qk]
-        paged_kv_cache : Tensor or (Tensor, Tensor)
-            Pages of keys and values.
-        bidirectional_ranges : int32 Tensor [rows, 2]
-            For each query the first and the last key of its span; (-1, -1) for none.
-        causal_window_left, range_window_left : int
-            How far back a query sees, outside and inside its span, as in `run`.
-        q_scale, k_scale, v_scale : float or Tensor, optional
-            Scales of quantised q, k and v.
-        enable_pdl : bool, optional
-            Programmatic dependent launch: no effect on results.
-        kv_cache_sf : optional
-            The factors of a cache in a format that has them, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-
-        Returns
-        -------
-        out : Tensor [rows, num_qo_heads, head_dim_vo]
-        lse : float32 Tensor [rows, num_qo_heads]
-            Base 2; -inf for a row that sees no key, whose out is 0.
-
-        Raises
-        ------
-        ValueError
-            As `run`.
-        """
-        return self.run_return_lse(
-            q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale,
-            enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+    forward_return_lse = returning_lse(forward)

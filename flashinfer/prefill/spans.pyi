@@ -30,10 +30,19 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], bidirectional_ranges: torch.Tensor, causal_window_left: int=-1, range_window_left: int=-1, q_scale: float | torch.Tensor | None=None, k_scale: float | torch.Tensor | None=None, v_scale: float | torch.Tensor | None=None, out: torch.Tensor | None=None, lse: torch.Tensor | None=None, return_lse: bool=False, enable_pdl: bool | None=None, kv_cache_sf=None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ...
 
-    def run_return_lse(self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int=-1, range_window_left: int=-1, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, *, enable_pdl=None, kv_cache_sf=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], bidirectional_ranges: torch.Tensor, causal_window_left: int=-1, range_window_left: int=-1, q_scale: float | torch.Tensor | None=None, k_scale: float | torch.Tensor | None=None, v_scale: float | torch.Tensor | None=None, out: torch.Tensor | None=None, lse: torch.Tensor | None=None, *, enable_pdl: bool | None=None, kv_cache_sf=None) -> tuple[torch.Tensor, torch.Tensor]:
         ...
 
-    def forward(self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int=-1, range_window_left: int=-1, q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None) -> torch.Tensor:
+    @overload
+    def forward(self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int=-1, range_window_left: int=-1, q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None, *, return_lse: Literal[False]=False) -> torch.Tensor:
+        ...
+
+    @overload
+    def forward(self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int=-1, range_window_left: int=-1, q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None, *, return_lse: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]:
+        ...
+
+    @overload
+    def forward(self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int=-1, range_window_left: int=-1, q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None, *, return_lse: bool=False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ...
 
     def forward_return_lse(self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int=-1, range_window_left: int=-1, q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ def nvfp4_quantize_cute_dsl(
     sf_layout : int
         0: 128x4 tiles, 1: 8x4 tiles, 2: row-major.
     enable_pdl, nvfp4_4over6
-        As in `nvfp4_quantize`.
+        As in `flashinfer.fp4_quantize`.
     out : (torch.Tensor, torch.Tensor), optional
         Receive codes, uint8 [M, K / 2], and factors, uint8, contiguous, as many as the layout has or more; views of
         these are returned.
@@ -94,7 +94,7 @@ def nvfp4_quantize_per_token_cute_dsl(
     sf_layout : int
         0: 128x4 tiles, 1: 8x4 tiles, 2: row-major.
     enable_pdl, nvfp4_4over6
-        As in `nvfp4_quantize`.
+        As in `flashinfer.fp4_quantize`.
     out_scale : torch.Tensor or float, optional
         One element that the scales which are returned are times. Codes and factors do not depend on it.
 
@@ -135,8 +135,8 @@ def mxfp4_quantize_cute_dsl(
         [M, K]; bfloat16 or float16. K a multiple of 32.
     sf_layout : int
         0: 128x4 tiles, 1: 8x4 tiles, 2: row-major.
-    enable_pdl : bool, optional
-        As in `mxfp4_quantize`.
+    enable_pdl
+        As in `flashinfer.fp4_quantize`.
 
     Returns
     -------
@@ -171,16 +171,10 @@ def mxfp8_quantize_cute_dsl(
 
     Parameters
     ----------
-    input : torch.Tensor
-        [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. Any K: rows are padded with zeros.
-    is_sf_swizzled_layout : bool
-        Factors in 128x4 tiles, padded with zeros, and not row-major.
-    alignment : int
-        K is rounded up to a multiple of this, which is one of 32.
+    input, is_sf_swizzled_layout, alignment
+        As in `flashinfer.mxfp8_quantize`.
     enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+        As in `flashinfer.rmsnorm`.
     is_sf_8x4_layout : bool
         Tiles of 8 rows and 4 factors; with is_sf_swizzled_layout only.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require, same_device, wants_pdl
+from flashinfer._core.checks import require, require_fit, same_device, wants_pdl
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FORMATS
 from flashinfer.quantization import _rows
@@ -88,9 +88,7 @@ def fp4_quantize(
     is_global_scale_inversed : bool
         `global_scale` holds 1 / g.
     enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+        As in `flashinfer.rmsnorm`.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     nvfp4_4over6 : NVFP44Over6Config, optional
@@ -186,12 +184,8 @@ def nvfp4_quantize(
         epilogue of 128 rows); only in the 128x4 layout. M a multiple of 128, K one of 64.
     sf_vec_size : int
         16.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
-    backend : str
-        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
+    enable_pdl, backend, nvfp4_4over6
+        As in `fp4_quantize`.
     per_token_activation : bool
         Each row has a scale s of its own, and is quantised with the global scale 1 / s. A row of zeros has scale 0.
     expanded_idx_to_permuted_idx : torch.Tensor, optional
@@ -201,8 +195,6 @@ def nvfp4_quantize(
     out_scale : torch.Tensor or float, optional
         With `per_token_activation`: one element that the scales which are returned are times. Codes and factors do not
         depend on it.
-    nvfp4_4over6 : NVFP44Over6Config, optional
-        As in `fp4_quantize`.
 
     Returns
     -------
@@ -273,12 +265,8 @@ def mxfp4_quantize(
     a : torch.Tensor
         [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous, or columns as in `fp4_quantize`. K a
         multiple of 32.
-    backend : str
-        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    backend, enable_pdl
+        As in `fp4_quantize`.
     sfLayout : SfLayout
         Where the factors go.
 
@@ -369,12 +357,10 @@ def scaled_fp4_grouped_quantize(
 
     Parameters
     ----------
-    a : torch.Tensor
-        [B, M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 16.
+    a, a_global_sf
+        As in `nvfp4_batched_quantize`.
     mask : torch.Tensor
         int32 [B]: how many rows of each matrix count. Codes and factors of the others are not defined.
-    a_global_sf : torch.Tensor
-        float32 [1] or [B]: 448 * 6 / (largest magnitude).
     nvfp4_4over6 : NVFP44Over6Config, optional
         As in `fp4_quantize`.
 
@@ -401,8 +387,7 @@ def scaled_fp4_grouped_quantize(
     """
     require(a.dim() == 3, "a", tuple(a.shape), "[B, M, K]")
     batch, rows, columns = a.shape
-    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
-    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    require_fit("mask", mask, mask.shape == (batch,), f"[{batch}], the first dimension of a", torch.int32)
     require(mask.device == a.device, "mask", f"a tensor on {mask.device}", f"{a.device}, where a is")
     scale = _rows.scale_tensor("a_global_sf", a_global_sf, a, batch)
     score = _score(nvfp4_4over6, "nvfp4")

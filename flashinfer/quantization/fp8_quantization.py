@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, require, wants_pdl
+from flashinfer._core.checks import dtype_name, require, require_fit, wants_pdl
 from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
 from flashinfer.tllm_enums import SfLayout
@@ -37,12 +37,8 @@ def mxfp8_quantize(
         Factors in 128x4 tiles, padded with zeros, and not row-major.
     alignment : int
         K is rounded up to a multiple of this, which is one of 32.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
-    backend : str
-        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
+    enable_pdl, backend
+        As in `flashinfer.fp4_quantize`.
     sf_swizzle_layout : SfLayout, optional
         Where the factors go; it stands for `is_sf_swizzled_layout` where it is given.
 
@@ -120,8 +116,7 @@ def mxfp8_grouped_quantize(
     require(a.dim() == 3, "a", tuple(a.shape), "[B, M, K]")
     batch, rows, columns = a.shape
     require(columns % 32 == 0, "a", tuple(a.shape), "[B, M, K] with K a multiple of 32")
-    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
-    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    require_fit("mask", mask, mask.shape == (batch,), f"[{batch}], the first dimension of a", torch.int32)
     require(mask.device == a.device, "mask", f"a tensor on {mask.device}", f"{a.device}, where a is")
     columns = -(-columns // 128) * 128
     chosen = "auto" if backend in ("cutile", "cake") else backend
@@ -237,8 +232,7 @@ def per_token_group_quant_8bit(
     >>> codes.shape, scales.shape
     (torch.Size([3, 256]), torch.Size([3, 2]))
     """
-    require(x.dim() >= 1, "x", tuple(x.shape), "one dimension or more")
-    require(x.dtype in (torch.bfloat16, torch.float16, torch.float32), "x", x.dtype, "bfloat16, float16, float32")
+    require_fit("x", x, x.dim() >= 1, "one dimension or more", torch.bfloat16, torch.float16, torch.float32)
     n = x.shape[-1]
     divides = 0 < group_size <= 32768 and n % group_size == 0
     require(divides, "group_size", group_size, f"a divisor of {n}, the last dimension of x, up to 32768")

@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer.ops import activation as room
@@ -37,14 +37,8 @@ def silu_and_mul_nvfp4_quantize(
         multiplies block factors.
     sf_vec_size : int
         16.
-    is_sf_swizzled_layout : bool
-        Factors in tiles, padded with zeros, and not row-major.
-    is_sf_8x4_layout : bool
-        Tiles of 8 rows and 4 factors, and not of 128 and 4.
-    enable_pdl : bool, optional
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
-        has no effect on results.
+    is_sf_swizzled_layout, is_sf_8x4_layout, enable_pdl
+        As in `flashinfer.fp4_quantize`.
     nvfp4_4over6 : NVFP44Over6Config, optional
         As in `fp4_quantize`.
 
@@ -95,8 +89,7 @@ def gated_rows(name: str, x: torch.Tensor, width: int) -> torch.Tensor:
     """x [..., 2 * K] as [1, rows, 2 * K], with K whole blocks of `width`."""
     require(x.dim() >= 2, name, tuple(x.shape), "two dimensions or more")
     fits = x.shape[-1] > 0 and x.shape[-1] % (2 * width) == 0
-    require(fits, name, tuple(x.shape), f"[..., 2 * K] with K a multiple of {width}")
-    require(x.dtype in (torch.bfloat16, torch.float16), name, x.dtype, "bfloat16, float16")
+    require_fit(name, x, fits, f"[..., 2 * K] with K a multiple of {width}", torch.bfloat16, torch.float16)
     return x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
 
 

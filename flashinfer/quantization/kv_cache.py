@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_apart, check_values, require, same_device
+from flashinfer._core.checks import check_apart, check_values, require, require_fit, same_device
 from flashinfer._core.literals import KvLayout
 from flashinfer.compat.queries import answering
 from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES, Format
@@ -47,8 +47,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[
     >>> codes.shape, factors.shape
     (torch.Size([4, 32]), torch.Size([4, 4]))
     """
-    require(input.dim() == 2, "input", tuple(input.shape), "[M, K]")
-    require(input.dtype in (torch.bfloat16, torch.float16), "input", input.dtype, "bfloat16, float16")
+    require_fit("input", input, input.dim() == 2, "[M, K]", torch.bfloat16, torch.float16)
     scale = _rows.scale_tensor("global_scale", global_scale, input)
     codes, factors, _ = _rows.quantize("input", input[None], "nvfp4", "linear", scale, inverse=True)
     return codes[0], factors.view(input.shape[0], input.shape[1] // 16)
@@ -192,10 +191,8 @@ def nvfp4_kv_dequantize_paged(
 
     Parameters
     ----------
-    paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
-        uint8: a pair of [num_pages, page_size, num_kv_heads, head_dim / 2] (NHD) or
-        [num_pages, num_kv_heads, page_size, head_dim / 2] (HND), or one tensor with keys and values along a second
-        dimension of 2. Any strides.
+    paged_kv_cache, kv_layout
+        As in `flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping`.
     kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
         The same with head_dim / 16, float8_e4m3fn or uint8: the factors, row by row.
     block_tables : torch.Tensor
@@ -207,8 +204,6 @@ def nvfp4_kv_dequantize_paged(
     output_k, output_v : torch.Tensor
         [batch, max_seq_len, num_kv_heads, head_dim], bfloat16 or float16, contiguous. Written up to a request's keys;
         the rest stays as it is.
-    kv_layout : str
-        "NHD" or "HND".
 
     Raises
     ------

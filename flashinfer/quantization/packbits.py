@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, indptr_values, require
+from flashinfer._core.checks import dtype_name, indptr_values, require, require_fit
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import BitOrder
 from flashinfer.ops import quantize as room
@@ -78,8 +78,7 @@ def segment_packbits(
     (tensor([3, 1], dtype=torch.uint8), tensor([0, 1, 2], dtype=torch.int32))
     """
     _check(x, bitorder)
-    require(indptr.dim() == 1 and len(indptr) > 0, "indptr", tuple(indptr.shape), "[batch + 1]")
-    require(indptr.dtype in (torch.int32, torch.int64), "indptr", indptr.dtype, "int32, int64")
+    require_fit("indptr", indptr, indptr.dim() == 1 and len(indptr) > 0, "[batch + 1]", torch.int32, torch.int64)
     offsets = indptr_values("indptr", indptr, x.numel(), "the length of x")
     require(offsets[-1] == x.numel(), "indptr", f"{offsets[-1]} last", f"{x.numel()}, the length of x")
     starts = [0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import require, require_fit, same_device
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -23,8 +23,7 @@ def check_positions(name: str, positions: torch.Tensor, q: torch.Tensor) -> None
 
 def check_cache(cos_sin_cache: torch.Tensor, q: torch.Tensor) -> int:
     """The rotary_dim of a table of cosines and sines."""
-    require(cos_sin_cache.dim() == 2, "cos_sin_cache", tuple(cos_sin_cache.shape), "[max_position, rotary_dim]")
-    require(cos_sin_cache.dtype == torch.float32, "cos_sin_cache", cos_sin_cache.dtype, "float32")
+    require_fit("cos_sin_cache", cos_sin_cache, cos_sin_cache.dim() == 2, "[max_position, rotary_dim]", torch.float32)
     same_device(query=q, cos_sin_cache=cos_sin_cache)
     check_rotary_dim("cos_sin_cache", cos_sin_cache.shape[1], q.shape[-1])
     return cos_sin_cache.shape[1]

@@ -27,23 +27,10 @@ def apply_llama31_rope(
 
     Parameters
     ----------
-    q : torch.Tensor
-        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
-    k : torch.Tensor
-        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
-    indptr : torch.Tensor
-        [batch_size + 1], int32 or int64: request i is the tokens ``indptr[i]`` to ``indptr[i + 1]``; from 0 to nnz.
-    offsets : torch.Tensor
-        [batch_size], int32 or int64: the position of each request's first token.
-    rotary_dim : int, optional
-        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
-        others are passed on as they are.
-    interleave : bool
-        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
+    q, k, indptr, offsets, rotary_dim, interleave, rope_theta
+        As in `flashinfer.apply_rope`.
     rope_scale : float
         Frequencies that make fewer than `low_freq_factor` turns in `old_context_len` positions are divided by it.
-    rope_theta : float
-        The base of the frequencies.
     low_freq_factor, high_freq_factor : float
         Frequencies with more than `high_freq_factor` turns are kept; between the two, the share of the kept frequency
         in the result grows linearly with the number of turns. The first has to be less than the second.
@@ -58,8 +45,7 @@ def apply_llama31_rope(
     Raises
     ------
     ValueError
-        A shape, dtype, device or value other than the above. Values of indptr are checked on the CPU, and on a GPU if
-        FLASHINFER_DEBUG=1 (it waits for the device).
+        As in `flashinfer.apply_rope`.
 
     References
     ----------
@@ -97,34 +83,15 @@ def apply_llama31_rope_inplace(
 
     Parameters
     ----------
-    q : torch.Tensor
-        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
-    k : torch.Tensor
-        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
-    indptr : torch.Tensor
-        [batch_size + 1], int32 or int64: request i is the tokens ``indptr[i]`` to ``indptr[i + 1]``; from 0 to nnz.
-    offsets : torch.Tensor
-        [batch_size], int32 or int64: the position of each request's first token.
-    rotary_dim : int, optional
-        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
-        others are passed on as they are.
-    interleave : bool
-        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
-    rope_scale : float
-        Frequencies that make fewer than `low_freq_factor` turns in `old_context_len` positions are divided by it.
-    rope_theta : float
-        The base of the frequencies.
-    low_freq_factor, high_freq_factor : float
-        Frequencies with more than `high_freq_factor` turns are kept; between the two, the share of the kept frequency
-        in the result grows linearly with the number of turns. The first has to be less than the second.
-    old_context_len : int
-        The context length that the model was trained with first.
+    q, k, indptr, offsets, rotary_dim, interleave, rope_theta
+        As in `flashinfer.apply_rope`.
+    rope_scale, low_freq_factor, high_freq_factor, old_context_len
+        As in `apply_llama31_rope`.
 
     Raises
     ------
     ValueError
-        A shape, dtype, device or value other than the above. Values of indptr are checked on the CPU, and on a GPU if
-        FLASHINFER_DEBUG=1 (it waits for the device).
+        As in `flashinfer.apply_rope`.
 
     Examples
     --------
@@ -156,26 +123,12 @@ def apply_llama31_rope_pos_ids(
 
     Parameters
     ----------
-    q : torch.Tensor
-        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
-    k : torch.Tensor
-        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
+    q, k, rotary_dim, interleave, rope_theta
+        As in `flashinfer.apply_rope`.
     pos_ids : torch.Tensor
         [nnz], int32 or int64, any values: the position of each token.
-    rotary_dim : int, optional
-        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
-        others are passed on as they are.
-    interleave : bool
-        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
-    rope_scale : float
-        Frequencies that make fewer than `low_freq_factor` turns in `old_context_len` positions are divided by it.
-    rope_theta : float
-        The base of the frequencies.
-    low_freq_factor, high_freq_factor : float
-        Frequencies with more than `high_freq_factor` turns are kept; between the two, the share of the kept frequency
-        in the result grows linearly with the number of turns. The first has to be less than the second.
-    old_context_len : int
-        The context length that the model was trained with first.
+    rope_scale, low_freq_factor, high_freq_factor, old_context_len
+        As in `apply_llama31_rope`.
 
     Returns
     -------
@@ -216,26 +169,12 @@ def apply_llama31_rope_pos_ids_inplace(
 
     Parameters
     ----------
-    q : torch.Tensor
-        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
-    k : torch.Tensor
-        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
+    q, k, rotary_dim, interleave, rope_theta
+        As in `flashinfer.apply_rope`.
     pos_ids : torch.Tensor
         [nnz], int32 or int64, any values: the position of each token.
-    rotary_dim : int, optional
-        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
-        others are passed on as they are.
-    interleave : bool
-        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
-    rope_scale : float
-        Frequencies that make fewer than `low_freq_factor` turns in `old_context_len` positions are divided by it.
-    rope_theta : float
-        The base of the frequencies.
-    low_freq_factor, high_freq_factor : float
-        Frequencies with more than `high_freq_factor` turns are kept; between the two, the share of the kept frequency
-        in the result grows linearly with the number of turns. The first has to be less than the second.
-    old_context_len : int
-        The context length that the model was trained with first.
+    rope_scale, low_freq_factor, high_freq_factor, old_context_len
+        As in `apply_llama31_rope`.
 
     Raises
     ------

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import KvLayout
 from flashinfer.ops import rope as room
@@ -139,28 +139,12 @@ def mla_rope_quantize_fp8(
 
     Parameters
     ----------
-    q_rope : torch.Tensor
-        [nnz, num_qo_heads, rope_dim]; bfloat16, float16 or float32, any strides.
+    q_rope, q_nope, cos_sin_cache, pos_ids, is_neox, quantize_dtype, quant_scale_q, quant_scale_kv, q_rope_out
+        As in `rope_quantize_fp8`.
+    k_rope_out, q_nope_out, k_nope_out, enable_pdl
+        As in `rope_quantize_fp8`.
     k_rope, k_nope : torch.Tensor
         [nnz, rope_dim] and [nnz, any], in the dtype of q_rope.
-    q_nope : torch.Tensor or None
-        [nnz, num_qo_heads, any], what is not rotated, in the dtype of q_rope; None is a width of 0.
-    cos_sin_cache : torch.Tensor
-        [max_position, rope_dim], float32: cosines of the rope_dim / 2 pairs, then their sines.
-    pos_ids : torch.Tensor
-        [nnz], int32 or int64: the row of the cache for each token.
-    is_neox : bool
-        True: element j is paired with element ``j + rope_dim / 2``. False: elements 2j and 2j + 1.
-    quantize_dtype : torch.dtype, optional
-        float8_e4m3fn or float8_e5m2; by default that of the first result given, or float8_e4m3fn.
-    quant_scale_q, quant_scale_kv : float
-        Queries and keys are multiplied by them before they are rounded.
-    q_rope_out, k_rope_out, q_nope_out, k_nope_out : torch.Tensor, optional
-        Receive the results; shapes of the inputs, in quantize_dtype, any strides. They may be slices of one tensor.
-    enable_pdl : bool
-        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself: small launches, where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
 
     Returns
     -------
@@ -429,8 +413,7 @@ def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, format, pdl, backend=
 
 
 def _check_heads(q, k, v) -> None:
-    require(q.rope.dim() == 3, "q_rope", tuple(q.rope.shape), "[nnz, num_qo_heads, rope_dim]")
-    require(q.rope.dtype in _DTYPES, "q_rope", q.rope.dtype, "bfloat16, float16, float32")
+    require_fit("q_rope", q.rope, q.rope.dim() == 3, "[nnz, num_qo_heads, rope_dim]", *_DTYPES)
     tokens, heads, rope_dim = q.rope.shape
     shapes = {"k_rope": (k.rope, k.rope.shape[1], rope_dim), "q_nope": (q.rest, heads, None)}
     shapes["k_nope"] = k.rest, k.rope.shape[1], None

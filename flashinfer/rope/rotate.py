@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import rope as room
@@ -98,29 +98,13 @@ def apply_rope_inplace(
 
     Parameters
     ----------
-    q : torch.Tensor
-        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
-    k : torch.Tensor
-        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
-    indptr : torch.Tensor
-        [batch_size + 1], int32 or int64: request i is the tokens ``indptr[i]`` to ``indptr[i + 1]``; from 0 to nnz.
-    offsets : torch.Tensor
-        [batch_size], int32 or int64: the position of each request's first token.
-    rotary_dim : int, optional
-        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
-        others are passed on as they are.
-    interleave : bool
-        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
-    rope_scale : float
-        Positions are divided by it.
-    rope_theta : float
-        The base of the frequencies.
+    q, k, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta
+        As in `apply_rope`.
 
     Raises
     ------
     ValueError
-        A shape, dtype, device or value other than the above. Values of indptr are checked on the CPU, and on a GPU if
-        FLASHINFER_DEBUG=1 (it waits for the device).
+        As in `apply_rope`.
 
     Examples
     --------
@@ -147,21 +131,10 @@ def apply_rope_pos_ids(
 
     Parameters
     ----------
-    q : torch.Tensor
-        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
-    k : torch.Tensor
-        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
+    q, k, rotary_dim, interleave, rope_scale, rope_theta
+        As in `apply_rope`.
     pos_ids : torch.Tensor
         [nnz], int32 or int64, any values: the position of each token.
-    rotary_dim : int, optional
-        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
-        others are passed on as they are.
-    interleave : bool
-        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
-    rope_scale : float
-        Positions are divided by it.
-    rope_theta : float
-        The base of the frequencies.
 
     Returns
     -------
@@ -198,21 +171,10 @@ def apply_rope_pos_ids_inplace(
 
     Parameters
     ----------
-    q : torch.Tensor
-        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
-    k : torch.Tensor
-        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
+    q, k, rotary_dim, interleave, rope_scale, rope_theta
+        As in `apply_rope`.
     pos_ids : torch.Tensor
         [nnz], int32 or int64, any values: the position of each token.
-    rotary_dim : int, optional
-        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
-        others are passed on as they are.
-    interleave : bool
-        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
-    rope_scale : float
-        Positions are divided by it.
-    rope_theta : float
-        The base of the frequencies.
 
     Raises
     ------
@@ -300,19 +262,8 @@ def apply_rope_with_cos_sin_cache_inplace(
 
     Parameters
     ----------
-    positions : torch.Tensor
-        [nnz], int32 or int64: the row of the cache for each token.
-    query : torch.Tensor
-        [nnz, num_qo_heads * head_size], or [nnz, num_qo_heads, head_size]; bfloat16, float16 or float32, any strides.
-    key : torch.Tensor
-        [nnz, num_kv_heads * head_size], or [nnz, num_kv_heads, head_size], in the dtype of query, any strides.
-    head_size : int
-        Elements of a head.
-    cos_sin_cache : torch.Tensor
-        [max_position, rotary_dim], float32: cosines of the rotary_dim / 2 pairs, then their sines. rotary_dim is even
-        and at most head_size; elements of a head from there on are passed on as they are.
-    is_neox : bool
-        True: element j is paired with element ``j + rotary_dim / 2``. False: elements 2j and 2j + 1.
+    positions, query, key, head_size, cos_sin_cache, is_neox
+        As in `apply_rope_with_cos_sin_cache`.
 
     Raises
     ------
@@ -459,8 +410,7 @@ def _rotate(inputs, outs, positions, offsets, rotary_dim, interleave, source) ->
 
 
 def _check_heads(q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor) -> None:
-    require(q.dim() == 3, q_name, tuple(q.shape), "[nnz, heads, head_dim]")
-    require(q.dtype in _DTYPES, q_name, q.dtype, "bfloat16, float16, float32")
+    require_fit(q_name, q, q.dim() == 3, "[nnz, heads, head_dim]", *_DTYPES)
     alike = k.dim() == 3 and k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2]
     require(alike, k_name, tuple(k.shape), f"{tuple(q.shape)}, as {q_name} has it, or other heads")
     require(k.dtype == q.dtype, k_name, k.dtype, f"{q.dtype}, the dtype of {q_name}")

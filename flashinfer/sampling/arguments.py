@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.checks import check_values, dtype_name, require, same_device
+from flashinfer._core.checks import check_values, dtype_name, require, require_fit, same_device
 from flashinfer.ops import sampling as room
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,8 +25,7 @@ class Call:
         self.x = x = as_rows(name, x)
         self.batch = self.rows = len(x)
         if indices is not None:
-            require(indices.dim() == 1, "indices", tuple(indices.shape), "[batch]")
-            require(indices.dtype in INDICES, "indices", indices.dtype, "int32, int64")
+            require_fit("indices", indices, indices.dim() == 1, "[batch]", *INDICES)
             same_device(**{name: x}, indices=indices)
             check_values("indices", indices, 0, len(x) - 1)
             self.batch = len(indices)

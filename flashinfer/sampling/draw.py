@@ -30,14 +30,13 @@ def sampling_from_probs(
         [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
         is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
     indices : torch.Tensor, optional
-        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
-        row i.
+        int32 or int64 [batch]: the row that each output is drawn from. By default output i is drawn from row i.
     deterministic : bool
         Results depend on nothing but the arguments in either case.
     generator : torch.Generator, optional
         Where seed and offset come from if they are not given; by default the device's own. It advances.
     check_nan : bool
-        Raise ValueError if `probs` holds NaN. Waits for the device.
+        Raise ValueError if a row holds NaN. Waits for the device.
     seed, offset : int or torch.Tensor, optional
         Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
         its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
@@ -93,20 +92,8 @@ def sampling_from_logits(
     logits : torch.Tensor
         [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. A row with NaN or
         +inf, or of -inf alone, gives 0.
-    indices : torch.Tensor, optional
-        int32 or int64 [batch]: the row of `logits` that each output is drawn from. By default output i is drawn from
-        row i.
-    deterministic : bool
-        Results depend on nothing but the arguments in either case.
-    generator : torch.Generator, optional
-        Where seed and offset come from if they are not given; by default the device's own. It advances.
-    check_nan : bool
-        Raise ValueError if `logits` holds NaN. Waits for the device.
-    seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
-        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
-        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
-        reads tensors at each replay.
+    indices, deterministic, generator, check_nan, seed, offset
+        As in `sampling_from_probs`.
 
     Returns
     -------
@@ -147,42 +134,21 @@ def top_p_sampling_from_probs(
 
     Parameters
     ----------
-    probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
-        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
+    probs, indices, deterministic, generator, check_nan, seed, offset, return_valid
+        As in `sampling_from_probs`.
     top_p : torch.Tensor or float
         A number, or a tensor with one for each row of `probs` or, where they are not as many, for each output;
         above 0. From 1 on everything is kept.
-    indices : torch.Tensor, optional
-        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
-        row i.
-    deterministic : bool
-        Results depend on nothing but the arguments in either case.
-    generator : torch.Generator, optional
-        Where seed and offset come from if they are not given; by default the device's own. It advances.
-    check_nan : bool
-        Raise ValueError if `probs` holds NaN. Waits for the device.
-    seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
-        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
-        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
-        reads tensors at each replay.
-    return_valid : bool
-        Return `valid` as well.
 
     Returns
     -------
-    samples : torch.Tensor
-        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
-    valid : torch.Tensor
-        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
-        a filter's parameter is impossible. Other rows are not affected.
+    samples, valid : torch.Tensor
+        As in `sampling_from_probs`.
 
     Raises
     ------
     ValueError
-        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
-        parameter, unless `return_valid` reports it.
+        As in `sampling_from_probs`.
 
     References
     ----------
@@ -217,42 +183,21 @@ def top_k_sampling_from_probs(
 
     Parameters
     ----------
-    probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
-        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
+    probs, indices, deterministic, generator, check_nan, seed, offset, return_valid
+        As in `sampling_from_probs`.
     top_k : torch.Tensor or int
         A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
         more. From num_classes on everything is kept.
-    indices : torch.Tensor, optional
-        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
-        row i.
-    deterministic : bool
-        Results depend on nothing but the arguments in either case.
-    generator : torch.Generator, optional
-        Where seed and offset come from if they are not given; by default the device's own. It advances.
-    check_nan : bool
-        Raise ValueError if `probs` holds NaN. Waits for the device.
-    seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
-        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
-        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
-        reads tensors at each replay.
-    return_valid : bool
-        Return `valid` as well.
 
     Returns
     -------
-    samples : torch.Tensor
-        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
-    valid : torch.Tensor
-        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
-        a filter's parameter is impossible. Other rows are not affected.
+    samples, valid : torch.Tensor
+        As in `sampling_from_probs`.
 
     Raises
     ------
     ValueError
-        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
-        parameter, unless `return_valid` reports it.
+        As in `sampling_from_probs`.
 
     References
     ----------
@@ -285,42 +230,21 @@ def min_p_sampling_from_probs(
 
     Parameters
     ----------
-    probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
-        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
+    probs, indices, deterministic, generator, check_nan, seed, offset, return_valid
+        As in `sampling_from_probs`.
     min_p : torch.Tensor or float
         A number, or a tensor with one for each output or, where they are not as many, for each row;
         from 0 to 1.
-    indices : torch.Tensor, optional
-        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
-        row i.
-    deterministic : bool
-        Results depend on nothing but the arguments in either case.
-    generator : torch.Generator, optional
-        Where seed and offset come from if they are not given; by default the device's own. It advances.
-    check_nan : bool
-        Raise ValueError if `probs` holds NaN. Waits for the device.
-    seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
-        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
-        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
-        reads tensors at each replay.
-    return_valid : bool
-        Return `valid` as well.
 
     Returns
     -------
-    samples : torch.Tensor
-        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
-    valid : torch.Tensor
-        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
-        a filter's parameter is impossible. Other rows are not affected.
+    samples, valid : torch.Tensor
+        As in `sampling_from_probs`.
 
     Raises
     ------
     ValueError
-        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
-        parameter, unless `return_valid` reports it.
+        As in `sampling_from_probs`.
 
     References
     ----------
@@ -358,31 +282,18 @@ def top_k_top_p_sampling_from_logits(
     Parameters
     ----------
     logits : torch.Tensor
-        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. A row with NaN or
-        +inf, or of -inf alone, gives 0.
+        As in `sampling_from_logits`.
     top_k : torch.Tensor or int
         A number, or a tensor with one for each row of `logits` or, where they are not as many, for each output; 1
         or more. From num_classes on everything is kept.
     top_p : torch.Tensor or float
         A number, or a tensor with one for each row of `logits` or, where they are not as many, for each output;
         above 0. From 1 on everything is kept.
-    indices : torch.Tensor, optional
-        int32 or int64 [batch]: the row of `logits` that each output is drawn from. By default output i is drawn from
-        row i.
     filter_apply_order : str
         "top_k_first": top-p is applied to the `top_k` most probable tokens, their probabilities divided by their sum;
         or "joint": a token has to pass both filters, each applied to the row as it is.
-    deterministic : bool
-        Results depend on nothing but the arguments in either case.
-    generator : torch.Generator, optional
-        Where seed and offset come from if they are not given; by default the device's own. It advances.
-    check_nan : bool
-        Raise ValueError if `logits` holds NaN. Waits for the device.
-    seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
-        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
-        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
-        reads tensors at each replay.
+    indices, deterministic, generator, check_nan, seed, offset
+        As in `sampling_from_probs`.
 
     Returns
     -------
@@ -424,48 +335,25 @@ def top_k_top_p_sampling_from_probs(
 
     Parameters
     ----------
-    probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
-        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
+    probs, indices, deterministic, generator, check_nan, seed, offset, return_valid
+        As in `sampling_from_probs`.
     top_k : torch.Tensor or int
         A number, or a tensor with one for each row of `probs` or, where they are not as many, for each output; 1
         or more. From num_classes on everything is kept.
-    top_p : torch.Tensor or float
-        A number, or a tensor with one for each row of `probs` or, where they are not as many, for each output;
-        above 0. From 1 on everything is kept.
-    indices : torch.Tensor, optional
-        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
-        row i.
-    filter_apply_order : str
-        "top_k_first": top-p is applied to the `top_k` most probable tokens, their probabilities divided by their sum;
-        or "joint": a token has to pass both filters, each applied to the row as it is.
-    deterministic : bool
-        Results depend on nothing but the arguments in either case.
-    generator : torch.Generator, optional
-        Where seed and offset come from if they are not given; by default the device's own. It advances.
-    check_nan : bool
-        Raise ValueError if `probs` holds NaN. Waits for the device.
-    seed, offset : int or torch.Tensor, optional
-        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed of
-        its own depends on it, its offset and its row's values, and not on its place in the batch: outputs with equal
-        seeds and offsets draw equal numbers. Where all share one seed, each draws numbers of its own. A CUDA graph
-        reads tensors at each replay.
-    return_valid : bool
-        Return `valid` as well.
+    top_p
+        As in `top_p_sampling_from_probs`.
+    filter_apply_order
+        As in `top_k_top_p_sampling_from_logits`.
 
     Returns
     -------
-    samples : torch.Tensor
-        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
-    valid : torch.Tensor
-        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
-        a filter's parameter is impossible. Other rows are not affected.
+    samples, valid : torch.Tensor
+        As in `sampling_from_probs`.
 
     Raises
     ------
     ValueError
-        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
-        parameter, unless `return_valid` reports it.
+        As in `sampling_from_probs`.
 
     Examples
     --------

@@ -112,13 +112,10 @@ def top_k_renorm_probs(
 
     Parameters
     ----------
-    probs : torch.Tensor
-        [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
-        is, counts as 0).
+    probs, is_deterministic
+        As in `top_p_renorm_probs`.
     top_k : torch.Tensor or int
         A number or a tensor [batch], 1 or more.
-    is_deterministic : bool
-        Results depend on nothing but the arguments in either case.
 
     Returns
     -------

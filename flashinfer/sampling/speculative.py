@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import dtype_name, is_aligned, require, rows_of, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, rows_of, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import sampling as room
 from flashinfer.sampling.arguments import INDICES, as_values, place_of, randomness_of, take_randomness
@@ -101,8 +101,7 @@ def _check(draft_probs, draft_token_ids, target_probs):
 def _counter(name, given, batch, device):
     if given is None:
         return torch.zeros(batch, dtype=torch.int32, device=device)
-    require(given.shape == (batch,), name, tuple(given.shape), f"[{batch}]")
-    require(given.dtype == torch.int32, name, given.dtype, "int32")
+    require_fit(name, given, given.shape == (batch,), f"[{batch}]", torch.int32)
     require(given.device == device, name, f"a tensor on {given.device}", str(device))
     require(given.is_contiguous(), name, given.stride(), "contiguous")
     return given

@@ -269,12 +269,10 @@ def attention_tflops_per_sec(
     Parameters
     ----------
     batch_size : int
-    qo_seqlen, kv_seqlen : int
-        Queries and keys of each request.
+    qo_seqlen, kv_seqlen, causal
+        As in `attention_flops`.
     head_dim_qk, head_dim_vo : int
     num_qo_heads : int
-    causal : bool
-        Needs at least as many keys as queries.
     time : float
         Milliseconds; NaN gives 0.
 

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, require_fit, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.cascade.merge import V_DTYPES, merge_state, merge_state_in_place, merge_states
 from flashinfer.ops.attention import merge as room
@@ -67,8 +67,7 @@ def variable_length_merge_states(
     require(v.dtype in V_DTYPES, "v", v.dtype, ", ".join(map(str, V_DTYPES)))
     require(s.shape == v.shape[:2], "s", tuple(s.shape), f"{tuple(v.shape[:2])}, as v has")
     require(s.dtype == torch.float32, "s", s.dtype, "a floating-point dtype")
-    require(indptr.dim() == 1 and len(indptr) >= 1, "indptr", tuple(indptr.shape), "[seq_len + 1]")
-    require(indptr.dtype in (torch.int32, torch.int64), "indptr", indptr.dtype, "int32, int64")
+    require_fit("indptr", indptr, indptr.dim() == 1 and len(indptr) >= 1, "[seq_len + 1]", torch.int32, torch.int64)
     same_device(v=v, s=s, indptr=indptr)
     if not indptr.is_cuda or env.DEBUG.is_on():
         indptr_values("indptr", indptr, len(v), "the states of v", sliced=True)

@@ -81,10 +81,8 @@ def rms_norm_add_residual(
         [b, n]; any floating-point dtype. Overwritten with the result, if there is no `x_out`.
     residual : torch.Tensor
         [b, n], any floating-point dtype. Overwritten with the sum. The norm is that of the float32 sum.
-    weight : torch.Tensor
-        [n]; bfloat16, float16 or float32.
-    eps : float
-        Added to the mean square.
+    weight, eps
+        As in `rms_norm`.
     x_out : torch.Tensor, optional
         Receives the result, [b, n], any floating-point dtype.
     x_in_scale, x_out_scale : torch.Tensor, optional

@@ -221,20 +221,14 @@ class CuteDslBf16MoEWrapper:
         moe_output: torch.Tensor | None = None,
         intermediate_buffer: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layer, as `cute_dsl_fused_moe_bf16`.
+        """Run the layer.
 
         Parameters
         ----------
-        x : torch.Tensor
-            [tokens, hidden_size] of `output_dtype`.
-        token_selected_experts, token_final_scales : torch.Tensor
-            [tokens, top_k]: experts, counted over all, and the weight of each.
-        w1_weight, w2_weight : torch.Tensor
-            Weights of the local experts.
+        x, token_selected_experts, token_final_scales, w1_weight, w2_weight, moe_output
+            As in `cute_dsl_fused_moe_bf16`.
         tactic, intermediate_buffer
             Have no effect on results, and none on the launches.
-        moe_output : torch.Tensor, optional
-            Receives the result.
 
         Returns
         -------

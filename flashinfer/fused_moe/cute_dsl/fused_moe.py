@@ -114,10 +114,10 @@ def cute_dsl_fused_moe(
     x_sf : torch.Tensor, optional
         Bytes, row-major, contiguous, [tokens, hidden / 16] or [tokens, hidden / 16, 1] of e4m3; with w4a8 ue8m0 for 32
         elements; with w4a16 None.
-    token_selected_experts : torch.Tensor
-        [tokens, top_k], int32 or int64: experts of all ranks. A negative one, or one of another rank, gives nothing.
-    token_final_scales : torch.Tensor
-        s, [tokens, top_k]; float32, bfloat16 or float16.
+    token_selected_experts, token_final_scales, num_experts, top_k, num_local_experts, local_expert_offset
+        As in `flashinfer.cute_dsl_fused_moe_bf16`.
+    activation_type
+        As in `flashinfer.cute_dsl_fused_moe_bf16`.
     w1_weight : torch.Tensor
         uint8 [local experts, 2 * intermediate, hidden / 2] of a gated activation, whose rows alternate in groups of 64:
         64 of the up-projection, then the gate's 64, and so on, so that intermediate is a multiple of 64. Rows of halves
@@ -136,18 +136,12 @@ def cute_dsl_fused_moe(
         With the others None.
     w2_weight, w2_weight_sf, w2_alpha : torch.Tensor
         The same, of [local experts, hidden, intermediate], in plain order of rows.
-    num_experts, top_k : int
-        Experts of the layer, and of a token.
-    num_local_experts, local_expert_offset : int, optional
-        This rank has the weights of so many experts, all by default, from the offset on.
     output_dtype : torch.dtype
         bfloat16, float16 or float32.
     use_fused_finalize, aux_stream, enable_pdl, localized_allow_nonlocalized, autotune_use_cuda_graph
         Have no effect on results, and none on the launches.
     moe_output : torch.Tensor, optional
         Receives the result; [tokens, hidden] of `output_dtype`, contiguous rows.
-    activation_type : int
-        A `flashinfer.ActivationType`: Swiglu, GegluTanh or Relu2, which has no gate.
     swiglu_alpha, swiglu_beta, swiglu_limit : float
         Of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to at most the limit and up to
         -limit ... limit. Others take the defaults, 1, 0 and float32's largest number, only.
@@ -220,8 +214,7 @@ class CuteDslMoEWrapper:
 
     Parameters
     ----------
-    num_experts, top_k, num_local_experts, local_expert_offset, output_dtype, activation_type, swiglu_alpha, \
-swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
+    num_experts, top_k, num_local_experts, local_expert_offset, output_dtype, activation_type, swiglu_alpha
         As in `cute_dsl_fused_moe`.
     hidden_size, intermediate_size : int
         Of the weights that `run` is given.
@@ -233,7 +226,7 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
     device : str or torch.device
         Where the tensors of `run` are.
     swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
-        As in `cute_dsl_fused_moe_nvfp4`.
+        As in `cute_dsl_fused_moe`.
 
     Raises
     ------
@@ -307,28 +300,16 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         *,
         per_token_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layer, as `cute_dsl_fused_moe`, whose docstring has the layouts of each mode.
+        """Run the layer.
 
         Parameters
         ----------
-        x : torch.Tensor
-            [tokens, hidden_size] of the mode's dtype; two elements a byte with "w4a4".
-        x_sf : torch.Tensor or None
-            Its block scales; None with "w4a16".
-        token_selected_experts : torch.Tensor
-            [tokens, top_k] int32 or int64, counted over all experts.
-        token_final_scales : torch.Tensor
-            [tokens, top_k] float32, bfloat16 or float16: the weight of each choice.
-        w1_weight, w1_weight_sf, w1_alpha : torch.Tensor
-            First weights of the local experts, their block scales, and a float32 factor an expert.
-        fc2_input_scale : torch.Tensor or None
-            Scale of what lies between both products, with "w4a4"; None with the others.
-        w2_weight, w2_weight_sf, w2_alpha : torch.Tensor
-            The same of the second weights.
+        x, x_sf, token_selected_experts, token_final_scales, w1_weight, w1_weight_sf, w1_alpha, fc2_input_scale
+            As in `cute_dsl_fused_moe`, in the mode and the sizes of the layer.
+        w2_weight, w2_weight_sf, w2_alpha, per_token_scale
+            As in `cute_dsl_fused_moe`.
         tactic : tuple, optional
             One of `get_valid_tactics`; None chooses by the number of tokens. Results differ by roundings of sums.
-        per_token_scale : torch.Tensor, optional
-            A factor of each token, with "w4a4"; None with the others.
 
         Returns
         -------
