@@ -218,6 +218,9 @@ class TraceTemplate:
         index = getattr(part, "tuple_idx", None)
         if index is None:
             return value
+        if isinstance(value, torch.Tensor) and value.dim() == len(part.dim_names) + 1 and index < value.shape[1]:
+            # One tensor has the tuple's along a second dimension, as caches of keys and values do.
+            return value.select(1, index)
         return value[index] if isinstance(value, (tuple, list)) and index < len(value) else None
 
     def _shown(self, key: str, part: Tensor | Scalar, arguments, result: bool) -> dict[str, Any]:
