@@ -258,9 +258,11 @@ def write(definition: dict[str, Any], folder: str | Path) -> Path:
 
 
 def _source_of(function: Callable) -> str:
-    """The source; "" where there is none, of what was typed into an interpreter or is no Python function."""
+    """The source, after those of its helpers; "" where there is none, of what was typed into an interpreter or is no
+    Python function."""
     try:
-        return inspect.getsource(function)
+        parts = [*getattr(function, "_trace_reference_dependencies", ()), function]
+        return "\n\n".join(inspect.getsource(part) for part in parts)
     except (OSError, TypeError):
         return ""
 

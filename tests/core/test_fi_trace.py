@@ -63,6 +63,9 @@ def arguments_of(name):
                  kpe_cache=pages[1][:, :, 0, :8], **tables),
             {"head_dim_ckv": 16, "head_dim_kpe": 8, "page_size": 8},
         ),
+        "layernorm": (dict(input=x, gemma=randn(64), beta=randn(64)), norm),
+        "mm_bf16": (dict(a=x.bfloat16(), b=randn(40, 64, dtype=torch.bfloat16).T), {"N": 40, "K": 64}),
+        "bmm_bf16": (dict(A=v[:, 0].bfloat16(), B=randn(3, 16, 24, dtype=torch.bfloat16)), {"N": 24, "K": 16}),
         "softmax": (dict(logits=randn(3, 50), temperature=0.5), row),
         "top_p_renorm_probs": (dict(probs=probs, top_p=0.5), row),
         "top_k_renorm_probs": (dict(probs=probs, top_k=3), row),
@@ -79,7 +82,19 @@ def arguments_of(name):
             row,
         ),
     }  # fmt: skip
-    return cases[name]
+    return cases[name] if name in cases else arguments_of_rope(name)
+
+
+def arguments_of_rope(name):
+    q, k = randn(5, 4, 32, dtype=torch.float16), randn(5, 2, 32, dtype=torch.float16)
+    heads = {"num_q_heads": 4, "num_k_heads": 2, "head_dim": 32}
+    if "cos_sin_cache" in name:
+        table = torch.cat([f(torch.outer(torch.arange(9.0), torch.rand(12))) for f in (torch.cos, torch.sin)], -1)
+        given = dict(positions=torch.tensor([0, 8, 3, 3, 7]), query=q.flatten(1), key=k.flatten(1), head_size=32)
+        return given | dict(cos_sin_cache=table, is_neox=False), {"head_size": 32}
+    if "pos_ids" in name:
+        return dict(q=q, k=k, pos_ids=torch.tensor([0, 9000, 3, 70, 7]).int(), rotary_dim=24, interleave=True), heads
+    return dict(q=q, k=k, indptr=torch.tensor([0, 2, 2, 5]).int(), offsets=torch.tensor([3, 1, 90]).int()), heads
 
 
 def test_the_documented_example(tmp_path):
@@ -116,12 +131,14 @@ def test_templates_fit_their_functions(module, name):
     given, lengths = arguments_of(name)
     found = function.fi_trace(**given)
     assert found["tags"][0] == f"fi_api:{module}.{name}"
-    assert {axis: entry["value"] for axis, entry in found["axes"].items() if entry["type"] == "const"} == lengths
+    values = {axis: entry["value"] for axis, entry in found["axes"].items() if entry["type"] == "const"}
+    named = {axis: axis if template.axes[axis].abbrev is None else template.axes[axis].abbrev for axis in values}
+    assert {axis: n for axis, n in values.items() if named[axis]} == lengths
     entries = {**found["inputs"], **found["outputs"]}
     assert all(entry["dtype"] != "unknown" for entry in entries.values())
     known = set(found["axes"])
     assert all(set(entry["shape"] or []) <= known for entry in entries.values())
-    assert found["name"].endswith("_".join(f"{template.axes[axis].abbrev}{n}" for axis, n in lengths.items()))
+    assert found["name"].endswith("_".join(f"{named[axis]}{n}" for axis, n in lengths.items()))
     function(**given)
     if isinstance(given.get("probs", given.get("logits")), torch.Tensor):
         assert found["outputs"].keys() <= {"samples", "output", "renormalized", "masked_logits"}
