@@ -98,7 +98,8 @@ def _call(function, signature, is_method, args, named):
     name = f"{type(args[0]).__name__}.{function.__name__}" if is_method and args else function.__name__
     arguments = _named(signature, args[1:] if is_method else args, named, is_method)
     if env.traces_calls() and hasattr(function, "fi_trace"):
-        _tried(name, lambda: function.fi_trace(**_all(signature, is_method, arguments)))
+        owner = {"self": args[0]} if is_method and args else {}
+        _tried(name, lambda: function.fi_trace(**owner, **_all(signature, is_method, arguments)))
     if _LEVEL == 0:
         return function(*args, **named)
     shown = _LEVEL if _LEVEL < 3 or call_dump.wanted(name) else 1

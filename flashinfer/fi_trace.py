@@ -17,9 +17,10 @@ def fi_trace(func_or_method: Callable, save_dir: str | Path | None = None, **kwa
     Parameters
     ----------
     func_or_method : callable
-        A function that has a template: those of `flashinfer.activation`, `flashinfer.cascade`, `flashinfer.norm`,
-        `flashinfer.page` and `flashinfer.sampling` that `flashinfer.trace.templates` lists, and what the caller
-        decorated by ``flashinfer_api(trace=...)``.
+        A function that has a template: those of `flashinfer.activation`, `flashinfer.cascade`, `flashinfer.gemm`,
+        `flashinfer.norm`, `flashinfer.page`, `flashinfer.rope` and `flashinfer.sampling` that
+        `flashinfer.trace.templates` lists, the `run` of the wrappers that `flashinfer.trace.wrappers` lists, of a
+        class (with pages in NHD) or of an object, and what the caller decorated by ``flashinfer_api(trace=...)``.
     save_dir : path, optional
         A folder: the definition is written there as `<name>.json`. By default it is the one that the environment
         variable FLASHINFER_TRACE_DUMP_DIR names, if any.

@@ -336,9 +336,10 @@ def top_k_varlen(
     Returns
     -------
     indices : torch.Tensor
-        int32 [rows, top_k]: columns in their order, of equal logits the first ones; then -1.
+        int32 [rows, top_k]: columns in their order, of equal logits the first ones; then -1. `out_indices` itself
+        if given, in its own shape.
     values : torch.Tensor or None
-        The logits there, then 0; None without `return_values`.
+        The logits there, then 0; None without `return_values`. `out_values` itself if given.
 
     Raises
     ------
@@ -376,7 +377,9 @@ def top_k_varlen(
         values = _flat_out("out_values", out_values, logits.dtype, rows, top_k, logits.device)
     same_device(logits=logits, seq_lens=seq_lens)
     _top_k_varlen(logits, seq_lens, top_k, compress_ratio, next_n, indices, values, backend)
-    return indices, values
+    if return_values and out_values is not None:
+        values = out_values
+    return indices if out_indices is None else out_indices, values
 
 
 def _count(name, value) -> int:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
+from flashinfer._core.tracing import is_traced
+
 _T = TypeVar("_T")
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | None)
 
@@ -345,14 +347,14 @@ def _axes(shape: tuple, stride: tuple, size: int) -> list[tuple[int, int]]:
 def check_values(name: str, table: torch.Tensor, least: int, most: int) -> None:
     """Refuse a table on the host that has a value outside of least ... most; one on a GPU is not waited for.
 
-    Under torch.compile the refusal is a RuntimeError of the compiled code.
+    Where calls are traced the refusal is a RuntimeError of what was traced.
     """
-    if table.device.type == "cpu" and table.numel():
-        low, high = table.aminmax()
-        if torch.compiler.is_compiling():
-            torch._assert_async((low >= least) & (high <= most), f"{name}: allowed: {least} ... {most}")
-            return
-        low, high = int(low), int(high)
+    if table.device.type != "cpu":
+        return
+    if is_traced():
+        torch._assert_async(((table >= least) & (table <= most)).all(), f"{name}: allowed: {least} ... {most}")
+    elif table.numel():
+        low, high = (int(x) for x in table.aminmax())
         require(least <= low and high <= most, name, f"{low} ... {high}", f"{least} ... {most}")
 
 

@@ -10,6 +10,7 @@ from flashinfer.decode.single import single_decode_with_kv_cache, single_decode_
 from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla, xqa_mla
 from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
 from flashinfer.page import get_seq_lens
+from flashinfer.trace.wrappers import describe_run
 from flashinfer.xqa import xqa
 
 __all__ = [
@@ -29,3 +30,5 @@ __all__ = [
     "xqa_batch_decode_with_kv_cache_mla",
     "xqa_mla",
 ]
+
+describe_run(__name__, BatchDecodeWithPagedKVCacheWrapper)

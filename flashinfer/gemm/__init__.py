@@ -50,6 +50,7 @@ from .router import (
 from .segment import SegmentGEMMWrapper
 from .svdquant import mm_nvfp4_svdquant, nvfp4_quantize_smooth, svdquant_linear
 from .tgv import tgv_gemm_sm100
+from flashinfer.trace.templates import describe
 
 __all__ = [
     "SegmentGEMMWrapper",
@@ -100,3 +101,5 @@ __all__ = [
     "tgv_gemm_sm100",
     "tinygemm_bf16",
 ]
+
+describe(__name__, globals())

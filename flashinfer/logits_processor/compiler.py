@@ -94,8 +94,11 @@ class Compiler:
             at = 0
             while at + len(rule.pattern) <= len(steps):
                 window = steps[at : at + len(rule.pattern)]
-                if all(type(op) is kind for op, kind in zip(window, rule.pattern)) and rule.guard(window):
+                if all(map(isinstance, window, rule.pattern)) and rule.guard(window):
                     steps[at : at + len(window)] = [rule.build(window)]
+                    if len(window) > 1:
+                        # What was built may be a neighbour, too.
+                        at = max(at - len(window), -1)
                 at += 1
         return steps
 

@@ -15,7 +15,7 @@ class FusionRule(NamedTuple):
     Attributes
     ----------
     pattern : tuple of Op types
-        The neighbours, in order.
+        The neighbours, in order, of these types or of subclasses.
     guard : callable (list of Op) -> bool
         Whether these may be replaced.
     build : callable (list of Op) -> Op
@@ -28,10 +28,6 @@ class FusionRule(NamedTuple):
     guard: Callable[[list[Op]], bool]
     build: Callable[[list[Op]], Op]
     prio: int = 0
-
-
-def _always(window: list[Op]) -> bool:
-    return True
 
 
 def _into(fused: type[Op]) -> Callable[[list[Op]], Op]:
@@ -54,6 +50,11 @@ def _top_k_top_p(window: list[Op]) -> Op:
     return fused
 
 
+def _rule(pattern: tuple[type[Op], ...], build: Callable[[list[Op]], Op], prio: int) -> FusionRule:
+    """A rule for these types alone: a subclass may do something else."""
+    return FusionRule(pattern, lambda window: [*map(type, window)] == [*pattern], build, prio)
+
+
 def get_default_fusion_rules() -> list[FusionRule]:
     """The rules that every pipeline is fused by.
 
@@ -68,9 +69,9 @@ def get_default_fusion_rules() -> list[FusionRule]:
     ['TemperatureOp', 'SoftmaxOp']
     """
     return [
-        FusionRule((ops.ProbsTopKOp, ops.TopPOp, ops.ProbsSampleOp), _always, _top_k_top_p, 30),
-        FusionRule((ops.TemperatureOp, ops.SoftmaxOp), _always, _into(ops.FusedTemperatureSoftmaxOp), 20),
-        FusionRule((ops.ProbsTopKOp, ops.ProbsSampleOp), _always, _into(ops.FusedProbsTopKSampleOp), 10),
-        FusionRule((ops.TopPOp, ops.ProbsSampleOp), _always, _into(ops.FusedProbsTopPSampleOp), 10),
-        FusionRule((ops.MinPOp, ops.ProbsSampleOp), _always, _into(ops.FusedProbsMinPSampleOp), 10),
+        _rule((ops.ProbsTopKOp, ops.TopPOp, ops.ProbsSampleOp), _top_k_top_p, 30),
+        _rule((ops.TemperatureOp, ops.SoftmaxOp), _into(ops.FusedTemperatureSoftmaxOp), 20),
+        _rule((ops.ProbsTopKOp, ops.ProbsSampleOp), _into(ops.FusedProbsTopKSampleOp), 10),
+        _rule((ops.TopPOp, ops.ProbsSampleOp), _into(ops.FusedProbsTopPSampleOp), 10),
+        _rule((ops.MinPOp, ops.ProbsSampleOp), _into(ops.FusedProbsMinPSampleOp), 10),
     ]

@@ -3,6 +3,7 @@
 from flashinfer.mla.batch import BatchMLAPagedAttentionWrapper
 from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla, xqa_mla
 from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
+from flashinfer.trace.wrappers import describe_run
 
 # Upstream has both under a second name.
 batch_decode_sparse_mla_dsv4 = trtllm_batch_decode_sparse_mla_dsv4
@@ -17,3 +18,5 @@ __all__ = [
     "xqa_batch_decode_with_kv_cache_mla",
     "xqa_mla",
 ]
+
+describe_run(__name__, BatchMLAPagedAttentionWrapper)

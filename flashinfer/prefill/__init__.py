@@ -10,6 +10,7 @@ from flashinfer.prefill.single import (
     single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse,
     single_prefill_with_kv_cache_with_jit_module,
 )  # fmt: skip
+from flashinfer.trace.wrappers import describe_run
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -24,3 +25,6 @@ __all__ = [
     "trtllm_ragged_attention_deepseek",
     "trtllm_sage_attention_quantize",
 ]
+
+describe_run(__name__, BatchPrefillWithPagedKVCacheWrapper)
+describe_run(__name__, BatchPrefillWithRaggedKVCacheWrapper)

@@ -180,8 +180,8 @@ def nvfp4_quantize(
     sfLayout : SfLayout
         Where the factors go.
     do_shuffle : bool
-        Reorder the rows of codes and factors for kernels that TensorRT-LLM generates (`shuffle_matrix_a` with an
-        epilogue of 128 rows); only in the 128x4 layout. M a multiple of 128, K one of 64.
+        Reorder the rows of codes, factors and row scales for kernels that TensorRT-LLM generates (`shuffle_matrix_a`
+        with an epilogue of 128 rows); only in the 128x4 layout. M a multiple of 128, K one of 64.
     sf_vec_size : int
         16.
     enable_pdl, backend, nvfp4_4over6
@@ -203,7 +203,7 @@ def nvfp4_quantize(
     factors : torch.Tensor
         uint8 [padded M, padded K / 16], of M rows in all.
     row_scales : torch.Tensor
-        With `per_token_activation`: float32 [M].
+        With `per_token_activation`: float32 [M], in the order of the codes' rows.
 
     Raises
     ------
@@ -246,6 +246,8 @@ def nvfp4_quantize(
     if row_scales is None:
         return codes, factors
     row_scales = row_scales[0]
+    if do_shuffle:
+        row_scales = shuffle_matrix_a(row_scales[:, None], 128)[:, 0]
     if out_scale is not None:
         row_scales = row_scales * _rows.scale_tensor("out_scale", out_scale, a)
     return codes, factors, row_scales

@@ -15,6 +15,7 @@ from .rotate import (
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
 )
+from flashinfer.trace.templates import describe
 
 __all__ = [
     "apply_llama31_rope",
@@ -31,3 +32,5 @@ __all__ = [
     "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache",
 ]
+
+describe(__name__, globals())

@@ -218,6 +218,9 @@ class TraceTemplate:
         index = getattr(part, "tuple_idx", None)
         if index is None:
             return value
+        if isinstance(value, torch.Tensor) and value.dim() == len(part.dim_names) + 1 and index < value.shape[1]:
+            # One tensor has the tuple's along a second dimension, as caches of keys and values do.
+            return value.select(1, index)
         return value[index] if isinstance(value, (tuple, list)) and index < len(value) else None
 
     def _shown(self, key: str, part: Tensor | Scalar, arguments, result: bool) -> dict[str, Any]:
@@ -255,9 +258,11 @@ def write(definition: dict[str, Any], folder: str | Path) -> Path:
 
 
 def _source_of(function: Callable) -> str:
-    """The source; "" where there is none, of what was typed into an interpreter or is no Python function."""
+    """The source, after those of its helpers; "" where there is none, of what was typed into an interpreter or is no
+    Python function."""
     try:
-        return inspect.getsource(function)
+        parts = [*getattr(function, "_trace_reference_dependencies", ()), function]
+        return "\n\n".join(inspect.getsource(part) for part in parts)
     except (OSError, TypeError):
         return ""
 

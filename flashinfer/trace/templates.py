@@ -34,6 +34,73 @@ def _norm(name: str, reference, *, add: bool = False, out: str | None = None) ->
                      reference=reference, description="Over the last dimension; epsilon is 1e-6.")  # fmt: skip
 
 
+def _layernorm() -> TraceTemplate:
+    rows = "batch_size hidden_size"
+    inputs = {"hidden_states": _tensor(rows, param="input"), "weight": _tensor("hidden_size", param="gemma"),
+              "bias": _tensor("hidden_size", param="beta")}  # fmt: skip
+    axes = {"batch_size": Var(), "hidden_size": Const(abbrev="h")}
+    outputs = {"output": _tensor(rows, dtype_from="input")}
+    said = "Over the last dimension; epsilon is 1e-6."
+    return _template("layernorm", "layernorm", axes, inputs, outputs, reference=references.layernorm, description=said)
+
+
+def _product(name: str, params: str, batch: str = "", **more) -> TraceTemplate:
+    """Products into bfloat16, or into the dtype that a call names."""
+    axes = {**{axis: Var() for axis in (*batch.split(), "M")}, "N": Const(), "K": Const()}
+    inputs = {part: _tensor(f"{batch} {part_axes}", param=param)
+              for part, param, part_axes in zip("AB", params.split(), ("M K", "K N"), strict=True)}  # fmt: skip
+    outputs = {"C": _tensor(f"{batch} M N", dtype="bfloat16", dtype_from_scalar="out_dtype")}
+    return _template(name, name, axes, inputs, outputs, reference=references.matrix_product, **more)
+
+
+def _rope(name: str, reference, *, ragged: bool, stretched: bool, in_place: bool) -> TraceTemplate:
+    parts = {"q": "nnz num_q_heads head_dim", "k": "nnz num_k_heads head_dim"}
+    at = {"indptr": _tensor("batch_size_plus_1", dtype="int32"), "offsets": _tensor("batch_size", dtype="int32")}
+    at = at if ragged else {"pos_ids": _tensor("nnz", dtype="int32")}
+    numbers = {"rotary_dim": "int32", "interleave": "int32", "rope_scale": "float32", "rope_theta": "float32"}
+    if stretched:
+        numbers |= {"low_freq_factor": "float32", "high_freq_factor": "float32", "old_context_len": "int32"}
+    axes: dict[str, Var | Const] = {"nnz": Var()}
+    axes |= {"batch_size": Var(), "batch_size_plus_1": Var()} if ragged else {}
+    axes |= {"num_q_heads": Const(abbrev="h"), "num_k_heads": Const(abbrev="kv"), "head_dim": Const(abbrev="d")}
+    inputs = {part: _tensor(rows) for part, rows in parts.items()} | at
+    inputs |= {number: Scalar(dtype, optional=True) for number, dtype in numbers.items()}
+    more = {"constraints": ["batch_size_plus_1 == batch_size + 1"]} if ragged else {}
+    return _template("rope", name, axes, inputs, _turned(parts, "_rope", in_place), reference=reference, **more)
+
+
+def _turned(parts: dict[str, str], ending: str, in_place: bool) -> dict[str, Tensor]:
+    """Results like the tensors that are rotated, or these."""
+    if in_place:
+        return {part: _tensor(axes, param=part, dtype_from=part) for part, axes in parts.items()}
+    return {f"{part}{ending}": _tensor(axes, dtype_from=part) for part, axes in parts.items()}
+
+
+def _rope_of_table(name: str, in_place: bool) -> TraceTemplate:
+    parts = {"query": "nnz num_q_heads_x_head_size", "key": "nnz num_k_heads_x_head_size"}
+    axes = {"nnz": Var(), "num_q_heads_x_head_size": Const(abbrev=""), "num_k_heads_x_head_size": Const(abbrev=""),
+            "head_size": Const(abbrev="d"), "max_seq_len": Var(), "rotary_dim": Const(abbrev="")}  # fmt: skip
+    inputs = {"positions": _tensor("nnz", dtype="int32"), **{part: _tensor(rows) for part, rows in parts.items()},
+              "head_size": Scalar("int32"), "cos_sin_cache": _tensor("max_seq_len rotary_dim", dtype="float32"),
+              "is_neox": Scalar("int32", optional=True)}  # fmt: skip
+    return _template("rope", name, axes, inputs, _turned(parts, "_out", in_place),
+                     reference=references.rope_cos_sin_cache)  # fmt: skip
+
+
+def _ropes() -> dict[str, TraceTemplate]:
+    """Of each function of rotation, whose names are made of what it takes."""
+    found = {}
+    for in_place in (False, True):
+        ending = "_inplace" if in_place else ""
+        for ragged in (True, False):
+            for stretched in (False, True):
+                kind = f"{'llama31_' if stretched else ''}rope{'' if ragged else '_pos_ids'}"
+                found[f"apply_{kind}{ending}"] = _rope(f"{kind}{ending}", getattr(references, kind), ragged=ragged,
+                                                       stretched=stretched, in_place=in_place)  # fmt: skip
+        found[f"apply_rope_with_cos_sin_cache{ending}"] = _rope_of_table(f"rope_cos_sin_cache{ending}", in_place)
+    return found
+
+
 def _gate(name: str, reference) -> TraceTemplate:
     axes = {"num_tokens": Var(), "hidden_size": Const(abbrev="h"), "hidden_div_2": Var()}
     inputs = {"input": _tensor("num_tokens hidden_size")}
@@ -151,7 +218,12 @@ TEMPLATES: dict[str, dict[str, TraceTemplate]] = {
             num_states=Var(),
         ),
     },
+    "flashinfer.gemm": {
+        "mm_bf16": _product("gemm_bf16", "a b", description="Without a bias."),
+        "bmm_bf16": _product("bmm_bf16", "A B", "batch_size"),
+    },
     "flashinfer.norm": {
+        "layernorm": _layernorm(),
         "rmsnorm": _norm("rmsnorm", references.rmsnorm),
         "gemma_rmsnorm": _norm("gemma_rmsnorm", references.gemma_rmsnorm),
         "fused_add_rmsnorm": _norm("fused_add_rmsnorm", references.fused_add_rmsnorm, add=True),
@@ -162,6 +234,7 @@ TEMPLATES: dict[str, dict[str, TraceTemplate]] = {
         ),
     },
     "flashinfer.page": {"append_paged_kv_cache": _of_pages(), "append_paged_mla_kv_cache": _of_latent_pages()},
+    "flashinfer.rope": _ropes(),
     "flashinfer.sampling": {
         "softmax": _rows("softmax", "logits", {"temperature": Scalar("float32", optional=True)}, "output",
                          references.softmax),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_apart, require
 from flashinfer.gemm import gemm_alpha_beta
 
 __all__ = ["gemm", "gemm_descriptor_persistent", "gemm_persistent"]
@@ -33,7 +33,7 @@ def gemm(
     alpha, beta : float
         Factors of the product and of c.
     out_dtype : torch.dtype, optional
-        float16, bfloat16 or float32; by default that of a, and bfloat16 for FP8.
+        float16, bfloat16, float32 or float8_e4m3fn, which saturates; by default that of a, and bfloat16 for FP8.
 
     Returns
     -------
@@ -133,4 +133,9 @@ def _product(a, b, c, alpha, beta, out_dtype, num_sms, transposed) -> torch.Tens
         c = torch.empty(a.shape[0], b.shape[0 if transposed else 1], dtype=dtype, device=a.device)
         beta = 0.0
     require(c.dtype == dtype, "c", c.dtype, f"{dtype}, the dtype of the result")
-    return gemm_alpha_beta(a, b, c, False, transposed, alpha, beta, num_sms)
+    if dtype != torch.float8_e4m3fn:
+        return gemm_alpha_beta(a, b, c, False, transposed, alpha, beta, num_sms)
+    check_apart([("c", c)], [("a", a), ("b", b)], in_place=())
+    wide = gemm_alpha_beta(a, b, c.float(), False, transposed, alpha, beta, num_sms)
+    most = torch.finfo(dtype).max
+    return c.copy_(wide.clamp(-most, most))

@@ -103,6 +103,11 @@ def test_products(name, dtype, device):
     exact = 3 * (a.double() @ b.double())
     assert wide.dtype == torch.float32
     check(wide, exact)
+    codes = randn(33, 48, device=device).to(E4M3)
+    both = 30 * (a.double() @ b.double()) + 2 * codes.double()
+    assert product(a, given, codes, 30.0, 2.0, out_dtype=E4M3, **limit) is codes
+    near(codes, both, E4M3)
+    near(product(a, given, out_dtype=E4M3, alpha=30.0, **limit), 30 * (a.double() @ b.double()), E4M3)
 
 
 def test_names_of_merging():

@@ -63,6 +63,9 @@ def arguments_of(name):
                  kpe_cache=pages[1][:, :, 0, :8], **tables),
             {"head_dim_ckv": 16, "head_dim_kpe": 8, "page_size": 8},
         ),
+        "layernorm": (dict(input=x, gemma=randn(64), beta=randn(64)), norm),
+        "mm_bf16": (dict(a=x.bfloat16(), b=randn(40, 64, dtype=torch.bfloat16).T), {"N": 40, "K": 64}),
+        "bmm_bf16": (dict(A=v[:, 0].bfloat16(), B=randn(3, 16, 24, dtype=torch.bfloat16)), {"N": 24, "K": 16}),
         "softmax": (dict(logits=randn(3, 50), temperature=0.5), row),
         "top_p_renorm_probs": (dict(probs=probs, top_p=0.5), row),
         "top_k_renorm_probs": (dict(probs=probs, top_k=3), row),
@@ -79,7 +82,19 @@ def arguments_of(name):
             row,
         ),
     }  # fmt: skip
-    return cases[name]
+    return cases[name] if name in cases else arguments_of_rope(name)
+
+
+def arguments_of_rope(name):
+    q, k = randn(5, 4, 32, dtype=torch.float16), randn(5, 2, 32, dtype=torch.float16)
+    heads = {"num_q_heads": 4, "num_k_heads": 2, "head_dim": 32}
+    if "cos_sin_cache" in name:
+        table = torch.cat([f(torch.outer(torch.arange(9.0), torch.rand(12))) for f in (torch.cos, torch.sin)], -1)
+        given = dict(positions=torch.tensor([0, 8, 3, 3, 7]), query=q.flatten(1), key=k.flatten(1), head_size=32)
+        return given | dict(cos_sin_cache=table, is_neox=False), {"head_size": 32}
+    if "pos_ids" in name:
+        return dict(q=q, k=k, pos_ids=torch.tensor([0, 9000, 3, 70, 7]).int(), rotary_dim=24, interleave=True), heads
+    return dict(q=q, k=k, indptr=torch.tensor([0, 2, 2, 5]).int(), offsets=torch.tensor([3, 1, 90]).int()), heads
 
 
 def test_the_documented_example(tmp_path):
@@ -116,12 +131,14 @@ def test_templates_fit_their_functions(module, name):
     given, lengths = arguments_of(name)
     found = function.fi_trace(**given)
     assert found["tags"][0] == f"fi_api:{module}.{name}"
-    assert {axis: entry["value"] for axis, entry in found["axes"].items() if entry["type"] == "const"} == lengths
+    values = {axis: entry["value"] for axis, entry in found["axes"].items() if entry["type"] == "const"}
+    named = {axis: axis if template.axes[axis].abbrev is None else template.axes[axis].abbrev for axis in values}
+    assert {axis: n for axis, n in values.items() if named[axis]} == lengths
     entries = {**found["inputs"], **found["outputs"]}
     assert all(entry["dtype"] != "unknown" for entry in entries.values())
     known = set(found["axes"])
     assert all(set(entry["shape"] or []) <= known for entry in entries.values())
-    assert found["name"].endswith("_".join(f"{template.axes[axis].abbrev}{n}" for axis, n in lengths.items()))
+    assert found["name"].endswith("_".join(f"{named[axis]}{n}" for axis, n in lengths.items()))
     function(**given)
     if isinstance(given.get("probs", given.get("logits")), torch.Tensor):
         assert found["outputs"].keys() <= {"samples", "output", "renormalized", "masked_logits"}
@@ -224,6 +241,56 @@ def test_methods_give_their_object():
     assert fi_trace(Doubler().run, x=1)["name"] == "double_n1"
 
 
+def cache_of(layout, dtype=torch.bfloat16):
+    shape = {"NHD": (9, 16, 8, 128), "HND": (9, 8, 16, 128), "": (9, 8, 128)}[layout]
+    return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", ""])
+@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize("stage", ["decode", "prefill"])
+def test_wrappers_over_pages(layout, one, stage):
+    kind = {"decode": flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+            "prefill": flashinfer.BatchPrefillWithPagedKVCacheWrapper}[stage]  # fmt: skip
+    wrapper = kind(torch.empty(64, dtype=torch.uint8), layout or "HND")
+    pair, q = cache_of(layout), torch.zeros(4, 32, 128, dtype=torch.bfloat16)
+    given = dict(q=q, paged_kv_cache=torch.stack(pair, 1) if one else pair)
+    found = flashinfer.fi_trace(wrapper.run, **given)
+    assert found["name"] == f"gqa_paged_{stage}_h32_kv8_d128_ps{16 if layout else 1}"
+    assert found["op_type"] == "gqa_paged" and f"stage:{stage}" in found["tags"]
+    assert found["tags"][0] == f"fi_api:flashinfer.{stage}.{kind.__name__}.run"
+    named = {"NHD": ["page_size", "num_kv_heads"], "HND": ["num_kv_heads", "page_size"], "": ["num_kv_heads"]}[layout]
+    rows = {"shape": ["batch_size" if stage == "decode" else "total_q", "num_qo_heads", "head_dim"]}
+    assert found["inputs"]["q"] == found["outputs"]["output"] == {**rows, "dtype": "bfloat16"}
+    for name in ("k_cache", "v_cache"):
+        assert found["inputs"][name] == {"shape": ["num_pages", *named, "head_dim"], "dtype": "bfloat16"}
+    assert found["inputs"]["kv_indptr"]["optional"] and found["outputs"]["lse"]["dtype"] == "float32"
+    if layout != "HND":
+        assert kind.run.fi_trace(**given) == found
+
+
+def test_the_other_wrappers():
+    q, latents = torch.zeros(4, 32, 128), (torch.zeros(2, 16, 512), torch.zeros(2, 16, 64))
+    pages = torch.zeros(9, 64, 512), torch.zeros(9, 64, 64)
+    ragged, mla = flashinfer.BatchPrefillWithRaggedKVCacheWrapper, flashinfer.mla.BatchMLAPagedAttentionWrapper
+    for layout, k in (("NHD", torch.zeros(7, 8, 128)), ("HND", torch.zeros(8, 7, 128))):
+        wrapper = ragged(torch.empty(64, dtype=torch.uint8), layout)
+        assert fi_trace(wrapper.run, q=q, k=k, v=k)["name"] == "gqa_ragged_h32_kv8_d128"
+    names = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), (*latents, *pages), strict=True))
+    found = mla.run.fi_trace(**names)
+    assert found["name"] == "mla_paged_decode_h16_ckv512_kpe64_ps64"
+    assert found["outputs"]["output"]["shape"] == ["batch_size", "num_qo_heads", "head_dim_ckv"]
+    assert mla.run.fi_trace(query=latents, kv_cache=pages)["inputs"] == found["inputs"]
+
+
+def test_one_tensor_of_keys_and_values_tells_their_axes():
+    given, lengths = arguments_of("append_paged_kv_cache")
+    given["paged_kv_cache"] = torch.stack(given["paged_kv_cache"], 1)
+    found = flashinfer.append_paged_kv_cache.fi_trace(**given)
+    assert {axis: entry["value"] for axis, entry in found["axes"].items() if entry["type"] == "const"} == lengths
+    assert found["outputs"]["paged_k_cache"]["dtype"] == "float16"
+
+
 def test_a_folder_by_the_environment_has_each_once(monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHINFER_TRACE_DUMP_DIR", str(tmp_path / "out"))
     given, _ = arguments_of("rmsnorm")
@@ -246,12 +313,16 @@ for _ in range(2):
 flashinfer.norm.rmsnorm(torch.ones(5, 32), torch.ones(32), 1e-5)
 flashinfer.get_seq_lens(torch.tensor([0, 1]), torch.tensor([1]), 16)
 flashinfer.top_k_sampling_from_probs(x / 64, torch.tensor([1, 2]))
+wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), "HND")
+ones, one, two = (torch.tensor(t, dtype=torch.int32) for t in ([0, 1], [0], [2]))
+wrapper.plan(ones, one, two, 4, 2, 64, 8, q_data_type=torch.float16)
+wrapper.run(torch.ones(1, 4, 64).half(), torch.ones(1, 2, 2, 8, 64).half())
 """
     named_folder = {"FLASHINFER_TRACE_DUMP_DIR": str(tmp_path / "named")} if named else {}
     done = run_python(f"import os; os.chdir({str(tmp_path)!r}){code}", FLASHINFER_TRACE_DUMP="1", **named_folder)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / ("named" if named else "fi_trace_out")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "rmsnorm_h32.json", "rmsnorm_h64.json", "top_k_sampling_v64.json",
+        "gqa_paged_decode_h4_kv2_d64_ps8.json", "rmsnorm_h32.json", "rmsnorm_h64.json", "top_k_sampling_v64.json",
     ]  # fmt: skip
     assert done.stdout == ""

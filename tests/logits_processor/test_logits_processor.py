@@ -24,6 +24,7 @@ from flashinfer.logits_processor import (
     compile_pipeline,
     legalize_processors,
 )
+from flashinfer.logits_processor import operators as ops
 from flashinfer.logits_processor.legalization import infer_initial_type
 from flashinfer.testing.compare import assert_bitwise, assert_close
 
@@ -146,6 +147,26 @@ def test_processors_rules_and_checks_of_users(device):
 
     with pytest.raises(ValueError, match="steps: got 1"):
         LogitsPipe([Softmax()], custom_validity_checks=[refuse])
+
+
+def test_what_a_rule_built_is_a_neighbour_again(device):
+    rule = FusionRule((ShiftOp, ShiftOp), lambda window: True,
+                      lambda window: ShiftOp(by=sum(op.params["by"] for op in window)))  # fmt: skip
+    pipe = LogitsPipe([Shift(by=1.0), Shift(by=2.0), Shift(by=4.0), Shift(by=8.0)], custom_fusion_rules=[rule])
+    assert len(pipe.compiled_ops) == 1
+    assert pipe(torch.zeros(1, 2, device=device)).tolist() == [[15.0, 15.0]]
+
+
+def test_a_rule_takes_subclasses_but_ours_do_not(device):
+    class MyTopK(ops.ProbsTopKOp):
+        pass
+
+    steps = [MyTopK(top_k=1), ops.ProbsSampleOp()]
+    assert compile_pipeline(steps) == steps
+    rule = FusionRule((ops.ProbsTopKOp, ops.ProbsSampleOp), lambda window: True,
+                      lambda window: ops.FusedProbsTopKSampleOp(**window[0].params))  # fmt: skip
+    fused, = compile_pipeline(steps, [rule])
+    assert fused(TaggedTensor.probs(torch.eye(3, device=device))).data.tolist() == [0, 1, 2]
 
 
 def test_bad_pipelines():

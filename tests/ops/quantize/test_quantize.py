@@ -535,6 +535,15 @@ def test_shuffle(device):
     assert_bitwise(flashinfer.shuffle_matrix_a(x, 64), x[get_shuffle_matrix_a_row_indices(x, 64)])
 
 
+def test_row_scales_are_shuffled_with_their_rows(device):
+    x = rows((128, 64), torch.bfloat16, device)
+    expected = (x.double().abs().amax(1) * torch.tensor(1 / 2688).double()).float()
+    order = get_shuffle_matrix_a_row_indices(x, 128)
+    for given in (x, x.mT):
+        scales = flashinfer.nvfp4_quantize(given, 1 / 2688, do_shuffle=True, per_token_activation=True)[2]
+        assert_same(scales, expected[order])
+
+
 @pytest.mark.parametrize("bitorder", ["big", "little"])
 def test_packbits(variant, device, bitorder):
     for n in (0, 1, 8, 4095, 4099):
