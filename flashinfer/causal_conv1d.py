@@ -21,6 +21,10 @@ def _output(its: dict) -> torch.Tensor:
     return its["x"].new_empty(its["x"].shape) if its["out"] is None else its["out"]
 
 
+def _output_like(its: dict) -> torch.Tensor:
+    return torch.empty_like(its["x"]) if its["out"] is None else its["out"]
+
+
 @one_op(written=("conv_state", "out"), given={"out": _output}, returned=lambda its: its["out"])
 def causal_conv1d_update(
     x: torch.Tensor,
@@ -100,7 +104,7 @@ def causal_conv1d_update(
     return out
 
 
-@one_op(written=("conv_states", "out"), given={"out": _output}, returned=lambda its: its["out"])
+@one_op(written=("conv_states", "out"), given={"out": _output_like}, returned=lambda its: its["out"])
 @named(conv_state="conv_states", conv_state_indices="cache_indices")
 def causal_conv1d_fn(
     x: torch.Tensor,

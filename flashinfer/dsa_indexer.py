@@ -126,7 +126,7 @@ def dsa_indexer_topk_workspace_size(top_k: int = 2048, device: torch.device | No
     Parameters
     ----------
     top_k : int
-        Keys to choose: 1 to 2048.
+        Keys to choose: 1 to 4096.
     device : torch.device, optional
         Not read.
 

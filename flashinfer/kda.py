@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import NoPlan, check_both, require
+from flashinfer._core.checks import NoPlan, WrongKind, check_both, require
 from flashinfer._core.custom_op import one_op
 from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
@@ -215,12 +215,9 @@ def recurrent_kda(
         "a tensor",
         "offsets, with q of 1 row",
     )
-    require(
-        prefill_workspace is None or isinstance(prefill_workspace, RecurrentKDAPrefillWorkspace),
-        "prefill_workspace",
-        type(prefill_workspace).__name__,
-        "a RecurrentKDAPrefillWorkspace",
-    )
+    if not isinstance(prefill_workspace, RecurrentKDAPrefillWorkspace | None):
+        given = type(prefill_workspace).__name__
+        raise WrongKind(f"prefill_workspace: got {given}; allowed: None, or a RecurrentKDAPrefillWorkspace")
     tokens = Tokens(q, k, v, g, beta, cu_seqlens)
     require_shape("seq_order", seq_order, tokens.sequences)
     kind, gates = gates_of(use_gate_in_kernel, A_log, dt_bias, lower_bound, (q.shape[2], v.shape[2]), key_dim)

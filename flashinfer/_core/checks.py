@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, TypeVar, overload
@@ -184,6 +185,15 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
     return first
 
 
+class _Watched(threading.local):
+    """The outputs that `check_apart` has seen in this thread's call, where a recording asks for them."""
+
+    outputs: list[torch.Tensor] | None = None
+
+
+watched = _Watched()
+
+
 def check_apart(
     outputs: Iterable[tuple[str, torch.Tensor | None]], inputs: Iterable[tuple[str, torch.Tensor | None]] = (),
     in_place: tuple[str, ...] | None = None,
@@ -209,6 +219,8 @@ def check_apart(
     written: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, x in outputs:
         if isinstance(x, torch.Tensor):
+            if watched.outputs is not None:
+                watched.outputs.append(x)
             if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
                 shown = f"strides {x.stride()} of shape {tuple(x.shape)}"
                 require(False, name, shown, "an element of memory for each of the tensor")

@@ -25,7 +25,7 @@ import torch
 
 from flashinfer._core import capture, env, target
 from flashinfer._core.alike import like
-from flashinfer._core.replay import VALUES, Recording, recording
+from flashinfer._core.replay import VALUES, Recording, bytes_of, lie_apart, recording
 from flashinfer._core.tracing import is_traced
 
 # Signatures that are kept of one function and thread; calls of one that differ in their tensors, as those of layers do
@@ -196,7 +196,7 @@ def direct(*, bounds: Sequence[str] = (), only_with: str = "", writes: Sequence[
             count, alike = before
             for kept in alike:
                 if _lie_alike(kept, addresses) and kept.like(*tensors):
-                    if kept.writes and not _lie_apart(kept, addresses):
+                    if kept.writes and not lie_apart(kept.writes, addresses):
                         return function(*args, **given)
                     return kept.repeat(tensors, addresses)
             if count >= _MOST_RECORDED:
@@ -229,24 +229,6 @@ def _lie_alike(kept: _Kept, addresses: list[int]) -> bool:
     for at in addresses:
         low |= at
     return not (low % 16 or any(kept.low)) or [at % 16 for at in addresses] == kept.low
-
-
-def _lie_apart(kept: _Kept, addresses: list[int]) -> bool:
-    """Whether outputs are outside of all other tensors."""
-    for i, size, others in kept.writes:
-        begin = addresses[i]
-        end = begin + size
-        for j, count in others:
-            if addresses[j] < end and begin < addresses[j] + count:
-                return False
-    return True
-
-
-def _bytes_of(t: torch.Tensor) -> int:
-    """From the first to the last element."""
-    if not t.numel():
-        return 0
-    return (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))) * t.element_size()
 
 
 def _kept(recorded: DirectRecording, tensors: list, addresses: list[int], outputs: list, result) -> _Kept | None:
@@ -284,13 +266,13 @@ def _kept(recorded: DirectRecording, tensors: list, addresses: list[int], output
     writes = []
     for x in outputs:
         i = next(i for i, y in enumerate(tensors) if y is x)
-        writes.append((i, _bytes_of(x), [(j, _bytes_of(y)) for j, y in enumerate(tensors) if y is not x]))
+        writes.append((i, bytes_of(x), [(j, bytes_of(y)) for j, y in enumerate(tensors) if y is not x]))
     constants = recorded.constants
     repeat = _repeat(launches, makers, tensors[0].device, returned, type(result), several, constants)
     same = [(i, addresses.index(at)) for i, at in enumerate(addresses) if addresses.index(at) != i]
     low = [at % 16 for at in addresses]
     kept = _Kept(like(*tensors), low, list(stays.items()), same, writes, repeat, constants)
-    return kept if _lie_apart(kept, addresses) else None
+    return kept if lie_apart(kept.writes, addresses) else None
 
 
 def _place(x: torch.Tensor | None, bases: list, storages: list, constants: list) -> tuple[int, int] | None:

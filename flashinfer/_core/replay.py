@@ -5,7 +5,8 @@ Two calls of a function have the same signature if they are on one stream, their
 dtypes, devices and alignment, the same tensors begin at equal addresses, and all other arguments are equal. A replayed
 function must not depend on anything else: it reads no values of GPU tensors, and its checks use no more than the
 signature. So the result of its checks, its kernels, grids and scalars, and the origin of each pointer are the same for
-all calls with the signature.
+all calls with the signature. Whether an output lies in part of another tensor is looked at in every call: such a call
+runs in full, which refuses it.
 
 The second call is recorded; the first one has built shared state, such as a table. The recording is kept if the call
 only launched kernels through `Launcher.__call__`, on its tensors and parts of them, on memory that it allocated, and on
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer._core import capture, env, target
 from flashinfer._core.arguments import checked
+from flashinfer._core.checks import watched
 from flashinfer._core.tracing import is_traced
 
 # The most recordings of one function. Prompt shapes seldom repeat: when there are too many, all are dropped.
@@ -85,7 +87,7 @@ def replayed(function: Callable) -> Callable:
         def record(tensors, addresses, args, named):
             with Recording() as recording:
                 result = capture.run(function, args, named, tensors[0].device)
-            calls[key] = recording.repeat(tensors, addresses, result) or in_full
+            calls[key] = recording.repeat(tensors, addresses, result, in_full) or in_full
             return result
 
         return record
@@ -156,6 +158,44 @@ def _is(x: torch.Tensor, y) -> bool:
     return x.numel() > 0 and next(facts) == next(facts)
 
 
+def bytes_of(t: torch.Tensor) -> int:
+    """From the first to the last element."""
+    if not t.numel():
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+
+
+def lie_apart(writes: list[tuple[int, int, list[tuple[int, int]]]], addresses: list[int]) -> bool:
+    """Whether outputs are outside of other tensors.
+
+    Parameters
+    ----------
+    writes : list of (int, int, list of (int, int))
+        Outputs, their bytes, and other tensors with theirs.
+    addresses : list of int
+        Of all tensors.
+    """
+    for i, size, others in writes:
+        begin = addresses[i]
+        end = begin + size
+        for j, count in others:
+            if addresses[j] < end and begin < addresses[j] + count:
+                return False
+    return True
+
+
+def _writes_of(outputs: list[torch.Tensor], tensors: list[torch.Tensor], addresses: list[int]) -> list:
+    """The outputs among a call's tensors, as `lie_apart` takes them, with the tensors that they lie apart from."""
+    written = {x.untyped_storage().data_ptr() for x in outputs}
+    found = []
+    for i, x in enumerate(tensors):
+        if x.untyped_storage().data_ptr() in written:
+            others = [(j, bytes_of(y)) for j, y in enumerate(tensors) if j != i]
+            others = [other for other in others if lie_apart([(i, bytes_of(x), [other])], addresses)]
+            found.append((i, bytes_of(x), others))
+    return [write for write in found if write[1] and write[2]]
+
+
 class Recording(TorchDispatchMode):
     """Records one call in this thread."""
 
@@ -166,13 +206,15 @@ class Recording(TorchDispatchMode):
         self.made: list[tuple[torch.Tensor, Callable | None]] = []
         self._bytes = 0
         self.alone = not env.DEBUG.is_on()
+        # What the call has checked as its outputs, the caller's among them.
+        self.outputs: list[torch.Tensor] = []
 
     def __enter__(self):
-        _now.recording = self
+        _now.recording, watched.outputs = self, self.outputs
         return super().__enter__()
 
     def __exit__(self, *exception):
-        _now.recording = None
+        _now.recording = watched.outputs = None
         return super().__exit__(*exception)
 
     @classmethod
@@ -202,13 +244,15 @@ class Recording(TorchDispatchMode):
         """Add a launch that reads memory which the thread keeps for the stream: a replay of any thread has none."""
         self.refuse()
 
-    def repeat(self, tensors: list[torch.Tensor], addresses: list[int], result) -> Callable | None:
+    def repeat(self, tensors: list[torch.Tensor], addresses: list[int], result, in_full: Callable) -> Callable | None:
         """A function that repeats the call for (tensors, addresses, ...) of another one; None if it cannot be replayed.
 
         Parameters
         ----------
         tensors, addresses, result
             Those of the recorded call.
+        in_full : callable
+            Makes a call in full: one whose outputs lie otherwise among its tensors.
         """
         if not self.alone or not self.launches:
             return None
@@ -220,7 +264,8 @@ class Recording(TorchDispatchMode):
         if None in picks or None in returned:
             return None
         launches = [(hold(), pick) for (hold, _), pick in zip(self.launches, picks, strict=True)]
-        return sources.repeat(launches, returned, type(result) if several else None)
+        writes = _writes_of(self.outputs, tensors, addresses)
+        return sources.repeat(launches, returned, type(result) if several else None, writes, in_full)
 
 
 class _Sources:
@@ -290,10 +335,14 @@ class _Sources:
         """The index of `x` among the call's and the allocated tensors; None if it is none of them."""
         return next((i for i, y in enumerate(self._objects) if _is(y, x)), None)
 
-    def repeat(self, launches: list[tuple[Callable, Callable]], returned: list[int], several) -> Callable:
+    def repeat(
+        self, launches: list[tuple[Callable, Callable]], returned: list[int], several, writes: list, in_full: Callable
+    ) -> Callable:
         makers, size, device, stays = self._makers, self._size, self._device, list(self._stays)
 
         def repeat(tensors: list[torch.Tensor], addresses: list[int], args, named):
+            if writes and not lie_apart(writes, addresses):
+                return in_full(tensors, addresses, args, named)
             for make in makers:
                 made = make()
                 tensors.append(made)

@@ -92,7 +92,8 @@ def selective_state_update(
         The pool is not written.
     intermediate_states_buffer : torch.Tensor, optional
         Receives the state after each token, [buffers, steps, heads, dim, dstate], contiguous; steps no fewer than
-        tokens. Its codes, if it has such a dtype, have scales in `intermediate_state_scales`.
+        tokens. Its codes, if it has such a dtype, have scales in `intermediate_state_scales`. Not beside
+        `dst_state_batch_indices`.
     intermediate_state_indices : torch.Tensor, optional
         int32 or int64 [batch]: the buffer of each sequence; None is its slot. Others' are not written.
     intermediate_state_scales : torch.Tensor, optional
@@ -157,6 +158,8 @@ def selective_state_update(
     index = check_tables(tables, tokens)
     each, each_scale = intermediate_states_buffer, intermediate_state_scales
     if each is not None:
+        allowed = "None beside dst_state_batch_indices, which say where states go"
+        require(dst_state_batch_indices is None, "intermediate_states_buffer", "a tensor", allowed)
         check_each(each, each_scale, tokens, state)
     check_seed(rand_seed, philox_rounds)
     written = dict(state=state, state_scale=state_scale, intermediate_states_buffer=each,

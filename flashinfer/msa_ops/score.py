@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import aligned_rows, dtype_name, require, same_device
+from flashinfer._core.checks import aligned_rows, dtype_name, number, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._direct.given import flag, real, whole
 from flashinfer.msa_ops._requests import requests_of
@@ -53,8 +53,8 @@ def msa_proxy_score(
     max_seqlen_q : int, optional
         A bound that changes no result.
     max_k_tiles : int, optional
-        Blocks of the result. Without it, and without `output`: those of the page table, or of the longest request,
-        which waits for the device.
+        Blocks of the result. Without it, and without `output`: those of the longest request, which waits for the
+        device and is refused in a captured stream.
     output : float32 Tensor [num_qo_heads or 1, max_k_tiles, tokens], optional
         Where to write.
     reduce_heads : bool
@@ -89,10 +89,8 @@ def msa_proxy_score(
         blocks = output.shape[1] if max_k_tiles is None and output.dim() == 3 else max_k_tiles or 0
     elif max_k_tiles is not None:
         blocks = whole("max_k_tiles", max_k_tiles, 0)
-    elif page_table is not None:
-        blocks = page_table.shape[1]
     else:
-        blocks = -(-int(batch.lens.max()) // BLOCK) if batch.batch else 0
+        blocks = -(-number("max_k_tiles", batch.lens.max()) // BLOCK) if batch.batch else 0
     shape = heads, blocks, q.shape[0]
     if output is None:
         output = torch.empty(shape, dtype=torch.float32, device=q.device)

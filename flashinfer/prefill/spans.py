@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import as_dtype, present, require, require_tensor
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, present, require, require_tensor
 from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer._core.signatures import returning_lse, sized_by
 from flashinfer.ops.attention.options import MOST_KEYS, default_o_dtype
@@ -88,7 +88,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         head_dim_qk: int = 128,
         head_dim_vo: int = 128,
     ):
-        require(pos_encoding_mode == "NONE", "pos_encoding_mode", repr(pos_encoding_mode), "'NONE' beside spans")
+        if pos_encoding_mode != "NONE":
+            raise UnsupportedConfig(f"pos_encoding_mode: got {pos_encoding_mode!r}; allowed: 'NONE' beside spans")
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
             paged_kv_indices_buf, paged_kv_last_page_len_buf, variant=_variant(),

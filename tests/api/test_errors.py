@@ -147,3 +147,8 @@ def test_errors_are_the_built_in_kinds_too_that_callers_of_upstream_catch():
             batch.decode(q=torch.randn(3, 4, 64))
     with pytest.raises(NotImplementedError):
         flashinfer.single_decode_with_kv_cache(tensor[0, :, :4], tensor[:, :, :4], tensor[:, :, :4])
+    with pytest.raises(NotImplementedError, match="^pos_encoding_mode: got 'ALIBI'; allowed: 'NONE'"):
+        flashinfer.BatchPrefillWithCausalBidirectionalRangesWrapper(batch.workspace, pos_encoding_mode="ALIBI")
+    token, beta = torch.randn(1, 1, 2, 16), torch.ones(1, 1, 2)
+    with pytest.raises(TypeError, match="^prefill_workspace: got int; allowed: "):
+        flashinfer.recurrent_kda(token, token, token, -token.abs(), beta, prefill_workspace=3)

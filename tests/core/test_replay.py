@@ -392,10 +392,19 @@ def warm_calls_that_are_wrong(card):
         "weight: got a tensor on cuda:1": (x, torch.Tensor._make_subclass(Elsewhere, weight), 1e-6, out),
         "input: got torch.float64": (x.double(), weight, 1e-6, out),
     }
+    # In part of another tensor's memory, where warm calls had memory of its own.
+    memory = rows(6)
+    wrong["out: got some of the memory of input"] = memory[:4], weight, 1e-6, memory[2:]
+    merge = flashinfer.merge_state_in_place
+    _launched_alike(card, merge, *state(), *state())
     for message, args in wrong.items():
         for _ in range(2):
             with pytest.raises(ValueError, match=message):
                 op(*args)
+    v, s = torch.zeros(6, 2, 64, dtype=torch.bfloat16), torch.zeros(4, 2)
+    with pytest.raises(ValueError, match="v: got some of the memory of v_other"):
+        merge(v[:4], s, v[2:], torch.zeros(4, 2))
+    assert _is_kept(merge, *state(), *state()) and _is_kept(op, x, weight, 1e-6, out)
     card.status = 1
     with pytest.raises(RuntimeError, match="norm: launch of norm_kernel.*CUDA_ERROR_INVALID_VALUE"):
         op(x, weight, 1e-6, out)

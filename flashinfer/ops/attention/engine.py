@@ -8,7 +8,9 @@ from typing import Any, overload
 
 import torch
 
-from flashinfer._core.checks import UnsupportedConfig, as_dtype, check_values, dtype_name, require, rows_of
+from flashinfer._core.checks import (
+    UnsupportedConfig, as_dtype, check_values, dtype_name, require, require_tensor, rows_of,
+)  # fmt: skip
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import PlanOptions
@@ -102,9 +104,10 @@ def scales_of(bmm1_scale, bmm2_scale, *, o_scale=None, bmm1_scale_log2=None) -> 
         bmm1_scale times log2(e), in its place.
     """
     if bmm1_scale_log2 is not None:
-        require(isinstance(bmm1_scale_log2, torch.Tensor), "bmm1_scale_log2", bmm1_scale_log2, "a float32 tensor")
+        require_tensor("bmm1_scale_log2", bmm1_scale_log2)
         bmm1_scale = bmm1_scale_log2 * math.log(2.0)
-    for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
+    of_logits = "bmm1_scale" if bmm1_scale_log2 is None else "bmm1_scale_log2"
+    for name, scale in ((of_logits, bmm1_scale), ("bmm2_scale", bmm2_scale)):
         if isinstance(scale, torch.Tensor):
             require(scale.numel() == 1, name, tuple(scale.shape), "a float, or a tensor of one element")
     require(o_scale is None or o_scale > 0, "o_scale", o_scale, "a positive number")

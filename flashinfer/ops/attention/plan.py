@@ -250,7 +250,11 @@ class Plan:
             more = identity(sinks), identity_of(params), identity(k_factors), identity(v_factors)
         key = return_lse, q_scale, k_scale, v_scale, window_left, in_one, new_out, new_lse, low, more
         for replay in self.replays.get(key, ()):
-            if replay.like(*given) and (new_out or lie_apart(replay.extents, out_at, q_at, k_at, v_at)):
+            if (
+                replay.like(*given)
+                and (new_out or lie_apart(replay.extents, out_at, q_at, k_at, v_at))
+                and (new_lse or lie_apart(replay.of_lse, lse.data_ptr(), q_at, k_at, v_at, out_at))
+            ):
                 break
         else:
             x, facts = operands.check(
@@ -261,11 +265,12 @@ class Plan:
             stays = x.sinks is sinks and not any(isinstance(t, torch.Tensor) for t in (q_scale, k_scale, v_scale))
             like_q = x.out.shape == q.shape and x.out.dtype == q.dtype and q.is_contiguous()
             offset = x.v.data_ptr() - x.k.data_ptr() if in_one else 0
-            extents = extents_of(out, *read)
+            extents, of_lse = extents_of(out, *read), extents_of(lse, *read, out)
             stays = stays and (new_out or lie_apart(extents, out_at, q_at, k_at, v_at))
+            stays = stays and (new_lse or lie_apart(of_lse, lse.data_ptr(), q_at, k_at, v_at, out_at))
             self.first_call(
                 x, facts, key if stays else None, given, new_out, new_lse, v_offset=offset, like_q=like_q,
-                extents=extents,
+                extents=extents, of_lse=of_lse,
             )  # fmt: skip
             return (x.out, x.lse) if return_lse else x.out
         if new_out:

@@ -42,8 +42,8 @@ class Replay:
         Bytes from the K of a cache in one tensor to its V.
     like_q : bool
         Whether the output has q's shape and dtype, and q is contiguous.
-    extents : tuple of int
-        Bytes from the first to the last element of the output, and of up to four tensors that are read.
+    extents, of_lse : tuple of int
+        `extents_of` the output and what is read, and of a given log-sum-exp, what is read and the output.
     kept : tuple
         Tensors that the launch reads beside those that move.
     """
@@ -52,7 +52,8 @@ class Replay:
     like: Callable[..., bool]
     v_offset: int = 0
     like_q: bool = False
-    extents: tuple[int, ...] = (0,) * 5
+    extents: tuple[int, ...] = (0,) * 6
+    of_lse: tuple[int, ...] = (0,) * 6
     kept: tuple = ()
 
 
@@ -66,12 +67,12 @@ def keep(replays: dict[tuple, list[Replay]], key: tuple, replay: Replay) -> None
 
 
 def extents_of(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """Bytes from the first to the last element of each of five tensors, 0 for those that are not there.
+    """Bytes from the first to the last element of each of six tensors, 0 for those that are not there.
 
     Example
     -------
     >>> extents_of(torch.empty(4, 2, 8)[:, 0], torch.empty(0))
-    (224, 0, 0, 0, 0)
+    (224, 0, 0, 0, 0, 0)
     """
     found = [
         (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride()))) * t.element_size()
@@ -79,19 +80,21 @@ def extents_of(*tensors: torch.Tensor | None) -> tuple[int, ...]:
         else 0
         for t in tensors
     ]
-    return tuple(found + [0] * (5 - len(found)))
+    return tuple(found + [0] * (6 - len(found)))
 
 
-def lie_apart(extents: tuple[int, ...], out: int, first: int, second: int, third: int, fourth: int = 0) -> bool:
-    """Whether the output's addresses are outside those of all that is read, as of most calls. If not, their memory may
+def lie_apart(extents: tuple[int, ...], out: int, first: int, second: int, third: int, fourth: int = 0,
+              fifth: int = 0) -> bool:  # fmt: skip
+    """Whether an output's addresses are outside those of the other tensors, as of most calls. If not, their memory may
     meet, and each call is checked for that."""
-    of_out, of_first, of_second, of_third, of_fourth = extents
+    of_out, of_first, of_second, of_third, of_fourth, of_fifth = extents
     end = out + of_out
     return (
         (first >= end or first + of_first <= out)
         and (second >= end or second + of_second <= out)
         and (third >= end or third + of_third <= out)
         and (fourth >= end or fourth + of_fourth <= out)
+        and (fifth >= end or fifth + of_fifth <= out)
     )
 
 

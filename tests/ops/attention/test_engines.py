@@ -425,6 +425,7 @@ def refusals(x, cache, tables, seq_lens):
     yield "block_tables", wrong(block_tables=tables[0])
     yield "seq_lens", wrong(block_tables=tables[:-1])
     yield "bmm1_scale", wrong(bmm1_scale=torch.ones(2))
+    yield "bmm1_scale_log2", wrong(bmm1_scale_log2=torch.ones(2))
     yield "o_scale", wrong(o_scale=0.0)
     yield "o_sf_scale", wrong(o_sf_scale=1.0)
     yield "cp_rank", wrong(cp_rank=1)

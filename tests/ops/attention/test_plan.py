@@ -150,6 +150,8 @@ def test_wrong_calls_after_right_ones(device):
         out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2], device=device)
         for _ in range(2):
             check(wrapper.run(x.q, kv, out=out, lse=lse, return_lse=True), x, CAUSAL)
+            check(wrapper.run(x.q, kv, lse=lse, return_lse=True), x, CAUSAL)
+        inside = [t.view(-1)[: 2 * lse.numel()].view(torch.float32).view(lse.shape) for t in (x.q, kv, out)]
         wrong = [
             ("q", dict(q=x.q.float())),
             ("q", dict(q=x.q.to(other))),
@@ -166,6 +168,10 @@ def test_wrong_calls_after_right_ones(device):
             ("lse", dict(lse=lse.to(other))),
             ("lse", dict(lse=lse.t().contiguous().t())),
             ("sinks", dict(sinks=torch.zeros(4, device=other))),
+            ("lse: got some of the memory of q", dict(lse=inside[0])),
+            ("lse: got some of the memory of q", dict(lse=inside[0], out=None)),
+            ("lse: got some of the memory of paged_kv_cache", dict(lse=inside[1])),
+            ("lse: got the memory of out", dict(lse=inside[2])),
         ]
         for argument, change in wrong:
             arguments = dict(q=x.q, paged_kv_cache=kv, out=out, lse=lse, return_lse=True) | change

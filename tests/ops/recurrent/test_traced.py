@@ -136,7 +136,7 @@ def steps(device):
         "kimi_drafts": (kimi_drafts, (gate, gate.flip(0), beta, slots)),
         "mamba": (mamba, (gate, beta, -decay.abs(), gate[:, :1], states[:2].clone(), offsets)),
         "pooled_mamba": (pooled_mamba, (gate, beta, -decay.abs(), gate[:, :1], states, offsets, slots)),
-        "prompts": (prompts, (half(DIM, 9, device=device), half(2, DIM, 3, device=device), channels,
+        "prompts": (prompts, (half(9, DIM, device=device).T, half(2, DIM, 3, device=device), channels,
                               torch.tensor([0, 4, 9], device=device))),
     }  # fmt: skip
 

@@ -62,15 +62,22 @@ def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, ls
         factors.outputs, factors.pe_ratio, more,
     )  # fmt: skip
     for replay in plan.replays.get(key, ()):
-        if replay.like(*given) and (new_out or lie_apart(replay.extents, places[4], *places[:4])):
+        if (
+            replay.like(*given)
+            and (new_out or lie_apart(replay.extents, places[4], *places[:4]))
+            and (new_lse or lie_apart(replay.of_lse, lse.data_ptr(), *places))
+        ):
             break
     else:
         x = _check(plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv, params)
         facts = _facts_of(x, base_e)
         # What was copied may change in place: each call copies it.
-        extents = extents_of(out, q_nope, q_pe, ckv, kpe)
+        extents, of_lse = extents_of(out, q_nope, q_pe, ckv, kpe), extents_of(lse, q_nope, q_pe, ckv, kpe, out)
         stays = x.sinks is sinks and (new_out or lie_apart(extents, places[4], *places[:4]))
-        plan.first_call(x, facts, key if stays else None, given, new_out, new_lse, kept=read, extents=extents)
+        stays = stays and (new_lse or lie_apart(of_lse, lse.data_ptr(), *places))
+        plan.first_call(
+            x, facts, key if stays else None, given, new_out, new_lse, kept=read, extents=extents, of_lse=of_lse
+        )
         return (x.out, x.lse) if return_lse else x.out
     if new_out:
         out = plan.new_out(q_nope.shape[0])

@@ -121,6 +121,9 @@ def test_scores(types, paged, backend, device):
         assert_close(got, same, truth, "scores")
     got = msa_proxy_score(x.q, x.k, x.q_indptr, x.k_indptr)
     assert got.shape == (x.heads, 3, sum(QO))
+    # The table has a column more than the longest request has blocks.
+    in_pages = msa_proxy_score(x.q, x.pages[0], x.q_indptr, **x.arguments(True))
+    assert_bitwise(in_pages, got)
     # Contiguous rows that begin anywhere.
     q, k = (torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) for t in (x.q, x.k))
     assert_bitwise(msa_proxy_score(q, k, x.q_indptr, x.k_indptr), got)

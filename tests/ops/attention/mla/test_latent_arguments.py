@@ -49,6 +49,22 @@ def test_given_outputs_are_written_and_returned(device):
             assert_bitwise(lse.view(2, 4), truth[1])
 
 
+@pytest.mark.parametrize("backend", ("reference", "portable"))
+def test_a_log_sum_exp_that_lies_in_another_tensor(backend, device):
+    """Refused in a call that is like an earlier one, too."""
+    x = latents([1, 1], [7, 12], 4, device=device)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+    wrapper.plan(*x.tables, 4, 64, 16, 8, False, SCALE, HALF)
+    parts = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), (t.clone() for t in x.parts()), strict=True))
+    out, lse = torch.empty(2, 4, 64, dtype=HALF, device=device), torch.empty(2, 4, device=device)
+    for name, t in (parts | dict(out=out)).items():
+        inside = t.view(-1)[:16].view(torch.float32).view(2, 4)
+        for _ in range(3):
+            wrapper.run(**parts, out=out, lse=lse, return_lse=True)
+        with pytest.raises(ValueError, match=f"^lse: got .*the memory of {name}"):
+            wrapper.run(**parts, out=out, lse=inside, return_lse=True)
+
+
 @pytest.mark.parametrize("context", ("meta", "bfloat16"))
 def test_callers_defaults(context, device):
     x = latents([1] * 3, [7, 0, 12], 4, device=device)

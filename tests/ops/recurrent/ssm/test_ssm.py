@@ -330,6 +330,8 @@ BAD = [
     (dict(state_batch_indices=torch.zeros(2)), "state_batch_indices"),
     (dict(num_accepted_tokens=torch.ones(2, dtype=torch.int32)), "state_batch_indices"),
     (dict(intermediate_states_buffer=torch.zeros(2, 1, HEADS, DIM, 8)), "intermediate_states_buffer"),
+    (dict(intermediate_states_buffer=torch.zeros(3, 1, HEADS, DIM, DSTATE),
+          dst_state_batch_indices=torch.zeros(2, 1, dtype=torch.int32)), "intermediate_states_buffer"),
     (dict(rand_seed=torch.zeros(1)), "rand_seed"), (dict(algorithm="fast"), "algorithm"),
     (dict(backend="triton"), "backend"), (dict(out=torch.zeros(2, HEADS, DIM, dtype=BF16)), "out"),
 ]  # fmt: skip
