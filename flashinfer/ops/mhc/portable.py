@@ -17,7 +17,7 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import multiple, pointer, unit
-from flashinfer.ops.mhc import LOGITS, STREAMS, Pre
+from flashinfer.ops.mhc import LOGITS, STREAMS, Post, Pre
 
 _STREAMS, _LOGITS = tl.constexpr(STREAMS), tl.constexpr(LOGITS)
 
@@ -145,15 +145,6 @@ launch_pre = Launcher("mhc_pre", _build_pre)
 launch_post = Launcher("mhc_post", _build_post)
 
 
-def kernels(problem, config):
-    """(launcher, problem, config) of every kernel that a problem needs."""
-    yield (launch_pre if isinstance(problem, Pre) else launch_post), problem, config
-
-
-def run(problem, config, *args):
-    (_pre if isinstance(problem, Pre) else _post)(problem, config, *args)
-
-
 def _pre(problem, config, dot_mix, sqrsum, residual, scale, base, numbers, *out):
     """As the reference has it."""
     tokens, _, hidden = residual.shape
@@ -169,4 +160,4 @@ def _post(problem, config, x, residual, post, comb, out):
     launch_post(problem, config, grid, x, residual, post, comb, out, hidden, x.stride(0), *residual.stride()[:2])
 
 
-IMPLEMENTATION = Implementation(run, (launch_pre, launch_post), kernels=kernels)
+IMPLEMENTATION = Implementation({Pre: _pre, Post: _post}, {Pre: launch_pre, Post: launch_post})

@@ -303,10 +303,6 @@ def kernels(problem, config):
     yield from ((launcher, problem, config) for launcher in names)
 
 
-def run(problem, config, *args):
-    return _RUN[type(problem)](problem, config, *args)
-
-
 def _split(values):
     """(None, values) for a tensor of values, (values, None) for a scalar."""
     return (None, values) if isinstance(values, torch.Tensor) else (values, None)
@@ -350,10 +346,8 @@ def _prefix(problem, config, x, k, p, randomness, indices, out, valid):
 
 
 # One module for three ops: softmax and draw share the statistics of logits, softmax and prefix `store_tile`.
-_RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix}
-
 IMPLEMENTATION = Implementation(
-    run,
+    {Softmax: _softmax, Draw: _draw, Prefix: _prefix},
     (launch_statistics, launch_softmax, launch_race, launch_pick, launch_write, *stages.LAUNCHERS),
     kernels=kernels,
     compile_together=True,
