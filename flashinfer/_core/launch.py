@@ -42,6 +42,7 @@ class Build:
         Every run-time parameter, in the kernel's order: "*bf16" for a pointer, "*bf16:16" for a 16-byte aligned one,
         "i32", "i64:8" (divisible by 8), "fp32", or "tensordesc<...>" for a tensor map (see TensorMap). Consecutive
         names "p.x", "p.y" are the fields x and y of one parameter p, a named tuple; the arguments of a launch are flat.
+        None for one that is absent: no argument is given for it, and it is None in the kernel, a constant.
     constants : dict of str to object
         Every constexpr parameter. "p.x" is a constexpr field of the named tuple p, after its fields in `types`.
     num_warps, num_stages : int
@@ -67,6 +68,10 @@ class Build:
     most_early: int = 512
 
     def __post_init__(self):
+        absent = {name: None for name, kind in self.types.items() if kind is None}
+        if absent:
+            object.__setattr__(self, "types", {name: kind for name, kind in self.types.items() if kind is not None})
+            object.__setattr__(self, "constants", absent | self.constants)
         names = self.kernel.arg_names
         given = compiler.grouped(self.types)
         constant = {name.partition(".")[0] for name in self.constants}

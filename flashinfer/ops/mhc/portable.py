@@ -121,15 +121,12 @@ def post_kernel(
 
 def _build_pre(problem, config):
     rows = pointer(problem.dtype, problem.aligned)
-    types = {"dot_mix": "*fp32", "sqrsum": "*fp32", "residual": rows, "scale": "*fp32", "base": "*fp32"}
-    types |= {"post": "*fp32", "comb": "*fp32", "layer_input": rows}
+    types = {"dot_mix": "*fp32", "sqrsum": None if problem.prenorm else "*fp32", "residual": rows}
+    types |= {"scale": "*fp32", "base": "*fp32", "post": "*fp32", "comb": "*fp32", "layer_input": rows}
     types |= {"tokens": "i32", "hidden": "i32", "residual_token": "i64", "residual_stream": "i64"}
     types |= dict.fromkeys(("k", "rms_eps", "pre_eps", "sinkhorn_eps", "mult"), "fp32") | {"repeat": "i32"}
     constants = {"SPLITS": problem.splits, "PRENORM": problem.prenorm, "UNIT": unit(problem.dtype, problem.aligned)}
     constants |= {"BLOCK": config.block, "PDL": config.pdl}
-    if problem.prenorm:
-        del types["sqrsum"]
-        constants["sqrsum"] = None
     return Build(pre_kernel, types, constants, num_warps=config.num_warps)
 
 

@@ -202,7 +202,7 @@ def _build_statistics(problem, config):
     p.add("*fp32", "tile_sum", present=sums)
     _temperature(p, problem.temperature if sums else "")
     p.add("i64", "x_row").add("i32", "columns", "tiles")
-    constants = p.constants | {
+    constants = {
         "SUM": sums,
         "UNIT": unit(problem.dtype, problem.aligned),
         "TILE": config.tile,
@@ -219,7 +219,7 @@ def _build_softmax(problem, config):
     p = Parameters().add(pointer(problem.dtype, problem.aligned), "x").add("*fp32", "tile_top", "tile_sum")
     _temperature(p, problem.temperature)
     p.add(pointer("fp32", problem.aligned), "out").add("i64", "x_row", "out_row").add("i32", "columns", "tiles")
-    constants = p.constants | {
+    constants = {
         "UNIT": unit(problem.dtype, problem.aligned),
         "OUT_UNIT": unit("fp32", problem.aligned),
         "TILE": config.tile,
@@ -235,7 +235,7 @@ def _build_race(problem, config):
     p.add(f"*{problem.min_p}", "min_ps", present=problem.min_p not in ("", "scalar"))
     p.add("*fp32", "part_score").add("*i32", "part_column").randomness(problem.seed, problem.offset)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
-    constants = p.constants | {
+    constants = {
         "DOMAIN": LOGITS if problem.source == "logits" else PROBS,
         "SEED": problem.seed,
         "OFFSET": problem.offset,

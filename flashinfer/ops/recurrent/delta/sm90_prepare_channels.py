@@ -33,10 +33,10 @@ from flashinfer.ops.recurrent.delta.sm90_prepare import (
     join_16,
     join_32,
     make_slots,
+    shared_types,
     store_inverse,
     store_lower,
     substitute,
-    types_of,
 )
 
 @gluon.constexpr_function
@@ -241,7 +241,7 @@ def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -
 
 
 def _build(problem, config):
-    types, constants = types_of(problem)
+    types, constants = shared_types(problem)
     return Build(prepare_channels_kernel, types, constants, num_warps=4, maxnreg=config.registers)
 
 
