@@ -193,7 +193,9 @@ class Launcher:
 
     def entry(self, problem, config, arch: str) -> kernel_cache.Entry:
         """The compiled kernel for `arch`, from a cache or compiled; needs no GPU."""
-        return _entry(self.name, problem, config, self.build(problem, config), arch)
+        build = self.build(problem, config)
+        key = compiler.key_of(self.name, problem, config, build, arch)
+        return kernel_cache.obtain(key, lambda: compiler.compile_kernel(build, arch))
 
     def _bind(self, problem, config, index: int) -> _Loaded | _Interpreted:
         build = self.build(problem, config)
@@ -206,14 +208,9 @@ class Launcher:
         else:
             target = target_of(torch.device("cuda", index))
             coming = self._coming.pop((problem, config, index), None)
-            entry = coming.result() if coming else _entry(self.name, problem, config, build, target.arch)
+            entry = coming.result() if coming else self.entry(problem, config, target.arch)
             bound = _Loaded(self.name, build, entry, index, target.smem)
         return self._bound.setdefault((problem, config, index), bound)
-
-
-def _entry(name: str, problem, config, build: Build, arch: str) -> kernel_cache.Entry:
-    key = compiler.key_of(name, problem, config, build, arch)
-    return kernel_cache.obtain(key, lambda: compiler.compile_kernel(build, arch))
 
 
 def _index_of(device: torch.device) -> int:

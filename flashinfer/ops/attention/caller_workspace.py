@@ -15,8 +15,8 @@ class CallerWorkspace:
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Replace the workspace buffers.
 
-        Both are kept by reference. Partial results go into the new one from the next plan() on; in CUDA-graph mode, what
-        the first plan has taken stays in use, and a captured graph keeps the old one.
+        Both are kept by reference. Partial results go into the new one from the next plan() on; in CUDA-graph mode,
+        what the first plan has taken stays in use, and a captured graph keeps the old one.
 
         Parameters
         ----------
