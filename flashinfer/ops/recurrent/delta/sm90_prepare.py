@@ -404,10 +404,9 @@ def prepare_heads_kernel(
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """heads : heads of a program, which share a key head and a query head. registers : maximum registers a thread."""
+    """heads : heads of a program, which share a key head and a query head."""
 
     heads: int
-    registers: int = 168
 
 
 CONFIGS = tuple(HeadsConfig(heads) for heads in (1, 2, 4))
@@ -431,7 +430,7 @@ def shared_types(problem) -> tuple[dict, dict]:
 def _build(problem, config):
     types, constants = shared_types(problem)
     constants |= {"GROUP": config.heads, "HEADS": min(config.heads, 2)}
-    return Build(prepare_heads_kernel, types, constants, num_warps=4, maxnreg=config.registers)
+    return Build(prepare_heads_kernel, types, constants, num_warps=4, maxnreg=168)
 
 
 LAUNCHER = Launcher("delta_prepare_heads", _build)
