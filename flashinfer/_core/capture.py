@@ -27,15 +27,19 @@ def is_unknown(device: torch.device) -> bool:
     """Whether the current stream is being captured without torch's allocator knowing it."""
     if not torch.cuda.is_current_stream_capturing():
         return False
-    stream = torch._C._cuda_getCurrentRawStream(device.index if device.index is not None else 0)
-    status, _, number, *_ = driver.bindings().cuStreamGetCaptureInfo(stream)
-    if status:
-        driver.fail(status, "capture of the current stream")
-    number = int(number)
+    number = number_of(torch._C._cuda_getCurrentRawStream(device.index if device.index is not None else 0))
     with _lock:
         if number not in _known:
             _known[number] = not _in_a_pool(device)
         return _known[number]
+
+
+def number_of(stream: int) -> int:
+    """The driver's id of a stream's capture."""
+    status, _, number, *_ = driver.bindings().cuStreamGetCaptureInfo(stream)
+    if status:
+        driver.fail(status, "capture of the current stream")
+    return int(number)
 
 
 def _in_a_pool(device: torch.device) -> bool:

@@ -27,7 +27,8 @@ def fail(status, doing: str) -> None:
     raise RuntimeError(f"{doing}: {name.decode()} ({text.decode()})")
 
 
-def _ask(doing: str, status, *values):
+def asked(doing: str, status, *values):
+    """The value of the driver call that is `doing`; RuntimeError if its status is not 0."""
     if status:
         fail(status, doing)
     return values[0] if values else None
@@ -36,10 +37,10 @@ def _ask(doing: str, status, *values):
 def use_context(index: int) -> None:
     """Set the device's primary context in a thread that has none: torch does so only at its own first use."""
     driver = bindings()
-    if not int(_ask("current context", *driver.cuCtxGetCurrent())):
-        device = _ask("device", *driver.cuDeviceGet(index))
-        context = _ask("primary context", *driver.cuDevicePrimaryCtxRetain(device))
-        _ask("set context", *driver.cuCtxSetCurrent(context))
+    if not int(asked("current context", *driver.cuCtxGetCurrent())):
+        device = asked("device", *driver.cuDeviceGet(index))
+        context = asked("primary context", *driver.cuDevicePrimaryCtxRetain(device))
+        asked("set context", *driver.cuCtxSetCurrent(context))
 
 
 def load(name: str, cubin: bytes, kernel: dict):
@@ -48,16 +49,16 @@ def load(name: str, cubin: bytes, kernel: dict):
     doing = f"{name}: loading {kernel['symbol']}"
     # A first call may be inside a graph capture; loading is not part of the graph.
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    mode = _ask(doing, *driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    mode = asked(doing, *driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:
-        module = _ask(doing, *driver.cuModuleLoadData(cubin))
-        function = _ask(doing, *driver.cuModuleGetFunction(module, kernel["symbol"].encode()))
+        module = asked(doing, *driver.cuModuleLoadData(cubin))
+        function = asked(doing, *driver.cuModuleGetFunction(module, kernel["symbol"].encode()))
         # More than 48 KiB needs an opt-in (CUDA C++ Programming Guide, "Shared Memory" of each architecture).
         if kernel["shared"] > 48 << 10:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _ask(doing, *driver.cuFuncSetAttribute(function, attribute, kernel["shared"]))
+            asked(doing, *driver.cuFuncSetAttribute(function, attribute, kernel["shared"]))
     finally:
-        _ask(doing, *driver.cuThreadExchangeStreamCaptureMode(mode))
+        asked(doing, *driver.cuThreadExchangeStreamCaptureMode(mode))
     return function
 
 
@@ -128,7 +129,7 @@ def encode(argument: str, tensor: torch.Tensor, dtype: str, block: tuple[int, ..
     require(plain, f"{argument} map", wish, f"a tiled map of {item}-byte elements")
     driver = bindings()
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
-    encoded = _ask(
+    encoded = asked(
         f"{argument}: tensor map",
         *driver.cuTensorMapEncodeTiled(
             getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[dtype]}"),

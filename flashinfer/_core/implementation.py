@@ -14,14 +14,15 @@ class Implementation:
 
     Parameters
     ----------
-    run : callable (problem, config, *args)
+    run : callable (problem, config, *args), or dict
         Computes. A GPU variant launches on the current stream and does not wait. A reference, which has no launcher,
-        is run outside of torch.autocast: its products are as exact there as those of kernels.
-    launchers : tuple of Launcher
-        Every kernel that it may launch; none for a reference.
+        is run outside of torch.autocast: its products are as exact there as those of kernels. A module of several ops
+        has a dict: for each op's Problem type its callable, of a reference without `config`.
+    launchers : tuple of Launcher, or dict
+        Every kernel that it may launch; none for a reference. In a dict it is the one kernel of each Problem type.
     kernels : callable (problem, config) -> iterable of (launcher, problem, config), optional
-        The kernels that one problem needs, each with its own compile key. By default every launcher, with the op's
-        problem and config.
+        The kernels that one problem needs, each with its own compile key. By default every launcher, or the one of the
+        problem's type, with the op's problem and config.
     bind : callable (problem, config, device), optional
         `run` with everything looked up that does not depend on the call's tensors, for ops whose calls count
         microseconds. What it returns is between the op and its callers.
@@ -33,15 +34,18 @@ class Implementation:
 
     def __init__(
         self,
-        run: Callable[..., None],
-        launchers: Iterable = (),
+        run: Callable[..., None] | dict[type, Callable[..., None]],
+        launchers: Iterable | dict = (),
         *,
         kernels: Callable[..., Iterable[tuple]] | None = None,
         bind: Callable[..., Callable] | None = None,
         compile_together: bool = False,
         stack_budget: int = 0,
     ):
-        self.launchers = tuple(launchers)
+        self._launcher_of = launchers if isinstance(launchers, dict) else None
+        self.launchers = tuple(launchers.values() if isinstance(launchers, dict) else launchers)
+        if isinstance(run, dict):
+            run = _by_type(run) if self.launchers else _by_type_alone(run)
         self.run = run if self.launchers else _outside_autocast(run)
         self.kernels = kernels or self._all_launchers
         self.bind = bind or self._without_lookups
@@ -49,10 +53,19 @@ class Implementation:
         self.stack_budget = stack_budget
 
     def _all_launchers(self, problem, config) -> Iterator[tuple]:
-        return ((launcher, problem, config) for launcher in self.launchers)
+        launchers = self.launchers if self._launcher_of is None else (self._launcher_of[type(problem)],)
+        return ((launcher, problem, config) for launcher in launchers)
 
     def _without_lookups(self, problem, config, device: torch.device) -> Callable:
         return partial(self.run, problem, config)
+
+
+def _by_type(runs: dict[type, Callable]) -> Callable[..., None]:
+    return lambda problem, config, *args: runs[type(problem)](problem, config, *args)
+
+
+def _by_type_alone(runs: dict[type, Callable]) -> Callable[..., None]:
+    return lambda problem, config, *args: runs[type(problem)](problem, *args)
 
 
 def _outside_autocast(run: Callable[..., None]) -> Callable[..., None]:

@@ -42,6 +42,7 @@ class Build:
         Every run-time parameter, in the kernel's order: "*bf16" for a pointer, "*bf16:16" for a 16-byte aligned one,
         "i32", "i64:8" (divisible by 8), "fp32", or "tensordesc<...>" for a tensor map (see TensorMap). Consecutive
         names "p.x", "p.y" are the fields x and y of one parameter p, a named tuple; the arguments of a launch are flat.
+        None for one that is absent: no argument is given for it, and it is None in the kernel, a constant.
     constants : dict of str to object
         Every constexpr parameter. "p.x" is a constexpr field of the named tuple p, after its fields in `types`.
     num_warps, num_stages : int
@@ -67,6 +68,10 @@ class Build:
     most_early: int = 512
 
     def __post_init__(self):
+        absent = {name: None for name, kind in self.types.items() if kind is None}
+        if absent:
+            object.__setattr__(self, "types", {name: kind for name, kind in self.types.items() if kind is not None})
+            object.__setattr__(self, "constants", absent | self.constants)
         names = self.kernel.arg_names
         given = compiler.grouped(self.types)
         constant = {name.partition(".")[0] for name in self.constants}
@@ -188,7 +193,9 @@ class Launcher:
 
     def entry(self, problem, config, arch: str) -> kernel_cache.Entry:
         """The compiled kernel for `arch`, from a cache or compiled; needs no GPU."""
-        return _entry(self.name, problem, config, self.build(problem, config), arch)
+        build = self.build(problem, config)
+        key = compiler.key_of(self.name, problem, config, build, arch)
+        return kernel_cache.obtain(key, lambda: compiler.compile_kernel(build, arch))
 
     def _bind(self, problem, config, index: int) -> _Loaded | _Interpreted:
         build = self.build(problem, config)
@@ -201,14 +208,9 @@ class Launcher:
         else:
             target = target_of(torch.device("cuda", index))
             coming = self._coming.pop((problem, config, index), None)
-            entry = coming.result() if coming else _entry(self.name, problem, config, build, target.arch)
+            entry = coming.result() if coming else self.entry(problem, config, target.arch)
             bound = _Loaded(self.name, build, entry, index, target.smem)
         return self._bound.setdefault((problem, config, index), bound)
-
-
-def _entry(name: str, problem, config, build: Build, arch: str) -> kernel_cache.Entry:
-    key = compiler.key_of(name, problem, config, build, arch)
-    return kernel_cache.obtain(key, lambda: compiler.compile_kernel(build, arch))
 
 
 def _index_of(device: torch.device) -> int:

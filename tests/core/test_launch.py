@@ -61,6 +61,15 @@ def test_build_must_cover_the_kernel(change):
         replace(build, types=types, constants=constants)
 
 
+def test_a_parameter_of_no_type_is_a_constant_none():
+    build = build_scale(PROBLEM, CONFIG)
+    absent = replace(build, types=build.types | {"weight": None})
+    assert list(absent.types) == ["x", "out", "n", "scale"]
+    assert absent.constants == {"weight": None} | build.constants
+    with pytest.raises(TypeError, match="scale_kernel"):
+        replace(build, types=build.types | {"no_such": None})
+
+
 # -- the interpreter --------------------------------------------------------------------------------------------------
 
 

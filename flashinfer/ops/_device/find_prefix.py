@@ -196,18 +196,13 @@ def stages_to_compile(s: Stages, config):
 
 
 class Parameters:
-    """The run-time parameters of a kernel in its order (`types`), and None for those that a call lacks
-    (`constants`)."""
+    """The run-time parameters of a kernel in its order (`types`), with None for those that a call lacks."""
 
     def __init__(self):
-        self.types: dict[str, str] = {}
-        self.constants: dict[str, object] = {}
+        self.types: dict[str, str | None] = {}
 
     def add(self, kind: str, *names: str, present: bool = True) -> Parameters:
-        if present:
-            self.types.update(dict.fromkeys(names, kind))
-        else:
-            self.constants.update(dict.fromkeys(names))
+        self.types.update(dict.fromkeys(names, kind if present else None))
         return self
 
     def window(self, indices: str = "", starts: bool = False, lengths: bool = False) -> Parameters:
@@ -250,7 +245,7 @@ def build_scan(s: Stages, config) -> Build:
     p = Parameters().add(rows_pointer(s), "x").window(s.indices, s.starts, s.lengths)
     p.filters(s).add("*i32", "maxima", "counts").add("*fp32", "tile_top", "tile_sum")
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
-    constants = p.constants | constants_of(s) | groups_of(config)
+    constants = constants_of(s) | groups_of(config)
     constants |= {"TOP_K": bool(s.top_k), "STATISTICS": s.statistics}
     return Build(scan_kernel, p.types, constants, num_warps=config.num_warps)
 
@@ -260,7 +255,7 @@ def build_bracket(s: Stages, config) -> Build:
     p.add("*fp32", "tile_top", "tile_sum")
     p.window("", s.starts, s.lengths).filters(s)
     p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "listed").add("i32", "columns", "programs", "tiles")
-    constants = p.constants | groups_of(config) | {
+    constants = groups_of(config) | {
         "DOMAIN": _DOMAINS[s.domain],
         "STATISTICS": s.statistics,
         "TOP_K": bool(s.top_k),
@@ -285,7 +280,7 @@ def build_gather(s: Stages, config) -> Build:
     _between(p.add("*i32", "candidates", present=bool(s.top_k)))
     p.randomness(s.seed, s.offset, s.race)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles", "capacity")
-    constants = p.constants | constants_of(s) | groups_of(config) | candidate_tile_of(config)
+    constants = constants_of(s) | groups_of(config) | candidate_tile_of(config)
     constants |= {"TOP_K": bool(s.top_k), "MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
     constants |= {"PDL": config.early}
     return Build(gather_kernel, p.types, constants, num_warps=config.num_warps)
@@ -296,7 +291,7 @@ def build_resolve(s: Stages, config) -> Build:
     p.filters(s).randomness(s.seed, s.offset, s.race)
     p.add(f"*{s.out}", "samples", present=s.race).add("*i8", "valid", present=s.race)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "capacity")
-    constants = p.constants | constants_of(s) | {
+    constants = constants_of(s) | {
         "TOP_K": bool(s.top_k),
         "TOP_P": bool(s.top_p),
         "TOP_K_FIRST": s.top_k_first,

@@ -116,15 +116,13 @@ def build(problem, config):
     rows = pointer(problem.dtype, problem.aligned)
     types = {"x": rows, "out": rows, "x_row": "i64", "x_column": "i64", "out_row": "i64", "out_column": "i64"}
     types |= {"rows": "i32", "hidden": "i32", "column_tiles": "i32"}
-    quantised = {"global_scale": "*fp32", "counts": "*i32", "factors": "*u8"}
+    # What only some formats have is no parameter of the others.
+    quantised = {"global_scale": "*fp32" if problem.format == "nvfp4" else None}
+    quantised |= {"counts": "*i32" if problem.counted else None, "factors": "*u8"}
     quantised |= dict.fromkeys(("x_batch", "out_batch", "scale_batch", "factors_batch"), "i64")
     quantised |= dict.fromkeys(("blocks", "padded_rows"), "i32")
-    absent = set() if problem.counted else {"counts"}
-    absent |= set() if problem.format == "nvfp4" else {"global_scale"}
-    if problem.format:
-        types |= {name: kind for name, kind in quantised.items() if name not in absent} | {"out": "*u8"}
-    # What only some formats have is no parameter of the others.
-    constants = {name: None for name in quantised if name not in types} | {
+    types |= quantised | {"out": "*u8"} if problem.format else dict.fromkeys(quantised)
+    constants = {
         "KIND": problem.kind,
         "FORMAT": problem.format,
         "V": FORMATS[problem.format].width if problem.format else 1,

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from flashinfer._core import driver
+from flashinfer._core import capture
 from flashinfer._core.sizes import power_of_two
 
 # Counters of captures that are kept on each device: 1 MiB, those of some 500 graphs.
@@ -32,10 +32,7 @@ def zeros(count: int, device: torch.device) -> torch.Tensor:
                 _rooms[device] = torch.zeros(_ROOM, dtype=torch.int32, device="cpu").to(device), 0
             return torch.zeros(count, dtype=torch.int32, device=device)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        status, _, number, *_ = driver.bindings().cuStreamGetCaptureInfo(stream)
-        if status:
-            driver.fail(status, "capture of the current stream")
-        key = int(number), stream
+        key = capture.number_of(stream), stream
         kept = _of_capture.get(key)
         if kept is not None and kept.numel() >= count:
             return kept[:count]

@@ -261,10 +261,6 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table,
         pos_encoding_mode="ALIBI" if alibi else "NONE", variant=masked[0],
     ).checked()  # fmt: skip
     return run_direct(
-        asked, table, q, (k, v), _as_they_are, kv_tokens=k.shape[0], longest_q=longest_q, backend=backend,
+        asked, table, q, (k, v), lambda kv: kv, kv_tokens=k.shape[0], longest_q=longest_q, backend=backend,
         params=masked[1], **call,
     )  # fmt: skip
-
-
-def _as_they_are(kv):
-    return kv

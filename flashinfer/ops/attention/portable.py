@@ -9,11 +9,10 @@ from functools import partial
 import torch
 import triton.language as tl
 
-from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.config import SIZE, factor_alignment
-from flashinfer.ops.attention.worklist import schedule_launch, schedules
+from flashinfer.ops.attention.worklist import implementation
 from flashinfer.ops.attention.problem import NARROW, Inputs, Problem
 from flashinfer.ops.attention.variants import find
 from flashinfer.ops.formats import KV_FORMATS
@@ -138,12 +137,6 @@ MOVING = ("q", "k", "v", "out", "lse", "kv_indices")
 attend = Launcher("attend", build_attend)
 
 
-def kernels(p: Problem, c):
-    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
-    yield attend, p, c
-    yield from schedules(p)
-
-
 def _raw(x: torch.Tensor) -> torch.Tensor:
     """FP8 travels to the kernel as bytes, so that chips without FP8 conversions take it too."""
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else x
@@ -195,13 +188,4 @@ class Bound:
         return self._kernel.hold(self._grid(schedule.max_items, kv_heads), values, moving)
 
 
-def bind(p: Problem, c, device: torch.device) -> Bound:
-    """What every GPU variant of attention offers: an object whose `hold(x)` gives a launch ready to be repeated."""
-    return Bound(attend, p, c, device)
-
-
-def run(p: Problem, c, x: Inputs) -> None:
-    bind(p, c, x.q.device).hold(x)(*x.addresses())
-
-
-IMPLEMENTATION = Implementation(run, (attend, schedule_launch), kernels=kernels, bind=bind, stack_budget=STACK_BUDGET)
+IMPLEMENTATION = implementation(partial(Bound, attend), attend, stack_budget=STACK_BUDGET)

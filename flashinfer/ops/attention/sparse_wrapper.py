@@ -7,17 +7,17 @@ import torch
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import NoPlan, UnsupportedConfig, as_dtype, present, require
 from flashinfer._core.literals import Backend
+from flashinfer.ops.attention.caller_workspace import CallerWorkspace, device_of
 from flashinfer.ops.attention.operands import check_given
 from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.sparse import Blocks, as_pages, as_rows, causal_variant, per_head_lse, plan_blocks
-from flashinfer.ops.attention.wrapper import device_of
 
 _OLDER_NAMES: dict[str, Backend] = {"vsa_blackwell": "vsa_sm100_blk128", "vsa_blackwell_blk64": "vsa_sm100_blk64"}
 
 
-class BlockSparseWrapper:
-    """What both wrappers share: workspace, the plan, and options that the older forward() replaces."""
+class BlockSparseWrapper(CallerWorkspace):
+    """What both wrappers share: the plan, and options that the older forward() replaces."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: Backend = "auto"):
         backend = _OLDER_NAMES.get(str(backend), backend)
@@ -26,28 +26,6 @@ class BlockSparseWrapper:
         self.device = device_of(float_workspace_buffer)
         self._backend = backend
         self._active: Plan | None = None
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers.
-
-        Partial results go into the new one from the next plan() on; a captured graph
-        keeps the old one.
-
-        Parameters
-        ----------
-        float_workspace_buffer : uint8 Tensor
-            On the wrapper's device, of any size.
-        int_workspace_buffer : Tensor
-            Not used: work lists belong to their plan.
-
-        Raises
-        ------
-        ValueError
-            float_workspace_buffer is not a tensor, or is on another device.
-        """
-        device = device_of(float_workspace_buffer)
-        require(device == self.device, "float_workspace_buffer", f"a tensor on {device}", str(self.device))
-        self._float_workspace_buffer = float_workspace_buffer
 
     def _plan(self, asked: PlanOptions, blocks: Blocks, causal: bool, mask=None, packed_mask=None) -> None:
         masked = mask is not None or packed_mask is not None
@@ -73,9 +51,6 @@ class BlockSparseWrapper:
                 asked, self._blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks
             )
             self._asked = asked
-
-    def end_forward(self) -> None:
-        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
 
 def refuse_positions(pos_encoding_mode: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.replay import recording
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kernel
@@ -75,6 +76,39 @@ def schedules(problem: Problem):
         # Only plans, whose tables have the first encoding, ask for splits of a fixed length.
         for fixed in (False, True) if problem.split and i == 0 else (False,):
             yield schedule_launch, ScheduleProblem(q, kv, fixed), ScheduleConfig()
+
+
+def latent_schedules(problem):
+    """`schedules` of latent attention."""
+    for encoding in (("uniform", "padded"),) if problem.sparse else (("indptr", "lens"), ("uniform", "padded")):
+        yield schedule_launch, ScheduleProblem(*encoding, False), ScheduleConfig()
+
+
+def implementation(bind: Callable, *launchers: Launcher, kernels: Callable | None = None, stack_budget: int = 0
+                   ) -> Implementation:  # fmt: skip
+    """What a GPU variant of attention offers.
+
+    Parameters
+    ----------
+    bind : callable (problem, config, device)
+        Gives an object whose `hold(x)`, with the Inputs x, is a launch ready to be repeated.
+    launchers : Launcher
+        Its kernels, without the one that makes work lists.
+    kernels : callable (problem, config), optional
+        As of Implementation. By default the launcher, and what may schedule the problem.
+    stack_budget : int
+    """
+
+    def run(p, c, x) -> None:
+        bind(p, c, x.out.device).hold(x)(*x.addresses())
+
+    def attend_and_schedule(p, c):
+        yield launchers[0], p, c
+        yield from schedules(p)
+
+    return Implementation(
+        run, (*launchers, schedule_launch), kernels=kernels or attend_and_schedule, bind=bind, stack_budget=stack_budget
+    )
 
 
 class WorkList:

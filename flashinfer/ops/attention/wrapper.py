@@ -14,6 +14,7 @@ from flashinfer._core.checks import NoPlan, number, renamed, require, require_te
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._core.tracing import is_traced
 from flashinfer.ops.attention import traced
+from flashinfer.ops.attention.caller_workspace import CallerWorkspace, device_of
 from flashinfer.ops.attention.host_tables import (
     HostTables, TableStore, fill_buffers, host_lengths, lengths_in_buffers,
 )  # fmt: skip
@@ -36,7 +37,7 @@ _AS_PLANNED = dict(q_dtype="q_data_type", kv_dtype="kv_data_type", o_dtype="o_da
 _MOST_KERNELS = 16
 
 
-class AttentionWrapper:
+class AttentionWrapper(CallerWorkspace):
     """plan() and run() for a batch; public classes add their signatures.
 
     In CUDA-graph mode the given buffers hold the tables and are never replaced: plan() copies into them, so that a
@@ -128,28 +129,8 @@ class AttentionWrapper:
         """Upstream's name of the variant that the planned batch runs on; the asked-for name before plan()."""
         return self._backend if self._base is None else REPORTED_AS[self._planned().kernels.choice.variant.name]
 
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers.
-
-        The wrapper keeps both by reference. Partial results go into the new one from the next plan() on; in CUDA-graph
-        mode, what the first plan has taken stays in use.
-
-        Parameters
-        ----------
-        float_workspace_buffer : uint8 Tensor
-            On the wrapper's device, of any size.
-        int_workspace_buffer : Tensor
-            Not used: work lists belong to their plan.
-
-        Raises
-        ------
-        ValueError
-            float_workspace_buffer is not a tensor, or is on another device.
-        """
-        device = device_of(float_workspace_buffer)
-        require(device == self.device, "float_workspace_buffer", f"a tensor on {device}", str(self.device))
-        self._float_workspace_buffer = float_workspace_buffer
-        self._int_workspace_buffer = int_workspace_buffer
+    def _use_workspace(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        super()._use_workspace(float_workspace_buffer, int_workspace_buffer)
         if not self._use_cuda_graph:
             # Work lists of plans refer to the old one.
             self._plans, self._replays = {}, None
@@ -168,9 +149,6 @@ class AttentionWrapper:
             Before plan().
         """
         return self._planned().kernels.choice
-
-    def end_forward(self) -> None:
-        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
     def _plan(self, options: PlanOptions, tables: tuple, *, q_len: int = 0, longest_q: int = 0, likely_q: int = 0,
               custom_mask=None, packed_custom_mask=None) -> None:  # fmt: skip
@@ -483,15 +461,6 @@ class AttentionWrapper:
         if plan.table is not base.table:
             plan.fill(base.table, base.limits)
         self._active = plan
-
-
-def device_of(float_workspace_buffer: torch.Tensor) -> torch.device:
-    """The device of a wrapper: its workspace's."""
-    allowed, value = "a uint8 tensor on the compute device, of any size", float_workspace_buffer
-    shown = None if value is None else f"a {type(value).__name__}"
-    require(isinstance(value, torch.Tensor), "float_workspace_buffer", shown, allowed)
-    require(value.device.type in ("cpu", "cuda"), "float_workspace_buffer", f"a tensor on {value.device}", allowed)
-    return float_workspace_buffer.device
 
 
 def ragged_pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:

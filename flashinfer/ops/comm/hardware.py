@@ -8,15 +8,9 @@ import torch
 
 from flashinfer._core import driver
 from flashinfer._core.checks import require
+from flashinfer._core.driver import asked
 
 _MOST_LINKS = 18
-
-
-def asked(doing: str, status, *values):
-    """The value of the driver call named `doing`; RuntimeError if its status is not 0."""
-    if status:
-        driver.fail(status, doing)
-    return values[0] if values else None
 
 
 def device_attribute(name: str, index: int) -> bool:

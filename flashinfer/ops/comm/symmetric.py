@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flashinfer._core import driver
-from flashinfer.ops.comm.hardware import asked
+from flashinfer._core.driver import asked
 from flashinfer.ops.comm.meeting import Ranks
 
 # Bytes of a channel's flags: a cache line, with 8 bytes for each of 16 ranks.

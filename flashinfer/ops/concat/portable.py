@@ -17,7 +17,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
-from flashinfer.ops.concat import Pack
+from flashinfer.ops.concat import Pack, Problem
 
 
 @triton.jit
@@ -120,15 +120,6 @@ launch = Launcher("concat_mla_k", build)
 launch_pack = Launcher("pack_mla_kv_fp8", build_pack)
 
 
-def kernels(problem, config):
-    """The kernel of a problem, as (launcher, problem, config)."""
-    yield launch_pack if isinstance(problem, Pack) else launch, problem, config
-
-
-def run(problem, config, *args):
-    (_pack if isinstance(problem, Pack) else _concat)(problem, config, *args)
-
-
 def _pack(problem, config, kv, k_rope, key, value):
     """kv [tokens, heads, .] and k_rope [tokens, rope] to key [tokens, heads, nope + rope] and value, bytes of e4m3."""
     tokens, heads, _ = kv.shape
@@ -148,4 +139,4 @@ def _concat(problem, config, k, k_nope, k_rope):
     launch(problem, config, (triton.cdiv(tokens * heads, config.rows), 1, 1), k, k_nope, k_rope, *strides, *sizes)
 
 
-IMPLEMENTATION = Implementation(run, (launch, launch_pack), kernels=kernels)
+IMPLEMENTATION = Implementation({Problem: _concat, Pack: _pack}, {Problem: launch, Pack: launch_pack})

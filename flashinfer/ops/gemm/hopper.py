@@ -1,4 +1,5 @@
-"""Configs of two Hopper kernels, block-scaled FP8 and grouped GEMM, and which problems they take."""
+"""Configs of the Hopper kernels: what dense, block-scaled FP8 and grouped GEMM share, and which problems the last two
+take."""
 
 from __future__ import annotations
 
@@ -15,28 +16,28 @@ class Sm90Config:
     Attributes
     ----------
     block_m, block_n, block_k : int
-        The tile: 64 x 128, 128 x 128 or 128 x 256, and 128 bytes of K.
+        The tile, of 64 or 128 rows, and 128 bytes of K.
     stages : int
         Blocks of K in the shared memory ring.
-    unroll : int
-        Blocks of K in one step of the loop; 1 without scales.
     box : int
         Rows of A that one TMA copy loads.
     group : int
         Tiles along M that are computed before the next column of tiles, so that operands stay in the L2 cache.
     registers, copy_registers : int
         Registers of a thread: in the consumer warpgroups, and in the producer warps.
+    unroll : int
+        Blocks of K in one step of the loop; 1 without block scales.
     """
 
     block_m: int
     block_n: int
     block_k: int
     stages: int
-    unroll: int
     box: int
     group: int
     registers: int
     copy_registers: int
+    unroll: int = 1
 
 
 def sm90_grouped(p, target) -> Sm90Config:

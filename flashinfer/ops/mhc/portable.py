@@ -17,7 +17,7 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import multiple, pointer, unit
-from flashinfer.ops.mhc import LOGITS, STREAMS, Pre
+from flashinfer.ops.mhc import LOGITS, STREAMS, Post, Pre
 
 _STREAMS, _LOGITS = tl.constexpr(STREAMS), tl.constexpr(LOGITS)
 
@@ -121,15 +121,12 @@ def post_kernel(
 
 def _build_pre(problem, config):
     rows = pointer(problem.dtype, problem.aligned)
-    types = {"dot_mix": "*fp32", "sqrsum": "*fp32", "residual": rows, "scale": "*fp32", "base": "*fp32"}
-    types |= {"post": "*fp32", "comb": "*fp32", "layer_input": rows}
+    types = {"dot_mix": "*fp32", "sqrsum": None if problem.prenorm else "*fp32", "residual": rows}
+    types |= {"scale": "*fp32", "base": "*fp32", "post": "*fp32", "comb": "*fp32", "layer_input": rows}
     types |= {"tokens": "i32", "hidden": "i32", "residual_token": "i64", "residual_stream": "i64"}
     types |= dict.fromkeys(("k", "rms_eps", "pre_eps", "sinkhorn_eps", "mult"), "fp32") | {"repeat": "i32"}
     constants = {"SPLITS": problem.splits, "PRENORM": problem.prenorm, "UNIT": unit(problem.dtype, problem.aligned)}
     constants |= {"BLOCK": config.block, "PDL": config.pdl}
-    if problem.prenorm:
-        del types["sqrsum"]
-        constants["sqrsum"] = None
     return Build(pre_kernel, types, constants, num_warps=config.num_warps)
 
 
@@ -143,15 +140,6 @@ def _build_post(problem, config):
 
 launch_pre = Launcher("mhc_pre", _build_pre)
 launch_post = Launcher("mhc_post", _build_post)
-
-
-def kernels(problem, config):
-    """(launcher, problem, config) of every kernel that a problem needs."""
-    yield (launch_pre if isinstance(problem, Pre) else launch_post), problem, config
-
-
-def run(problem, config, *args):
-    (_pre if isinstance(problem, Pre) else _post)(problem, config, *args)
 
 
 def _pre(problem, config, dot_mix, sqrsum, residual, scale, base, numbers, *out):
@@ -169,4 +157,4 @@ def _post(problem, config, x, residual, post, comb, out):
     launch_post(problem, config, grid, x, residual, post, comb, out, hidden, x.stride(0), *residual.stride()[:2])
 
 
-IMPLEMENTATION = Implementation(run, (launch_pre, launch_post), kernels=kernels)
+IMPLEMENTATION = Implementation({Pre: _pre, Post: _post}, {Pre: launch_pre, Post: launch_post})

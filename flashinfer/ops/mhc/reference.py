@@ -3,11 +3,7 @@
 import torch
 
 from flashinfer._core.implementation import Implementation
-from flashinfer.ops.mhc import STREAMS, Pre
-
-
-def run(problem, config, *args):
-    (_pre if isinstance(problem, Pre) else _post)(problem, *args)
+from flashinfer.ops.mhc import STREAMS, Post, Pre
 
 
 def _pre(problem, dot_mix, sqrsum, residual, scale, base, numbers, post, comb, layer_input):
@@ -38,4 +34,4 @@ def _post(problem, x, residual, post, comb, out):
     out.copy_(x.float()[:, None] * post.float()[:, :, None] + mixed)
 
 
-IMPLEMENTATION = Implementation(run)
+IMPLEMENTATION = Implementation({Pre: _pre, Post: _post})

@@ -99,8 +99,8 @@ def build(problem, config):
     types |= {"rows": "i32", "hidden": "i32", "eps": "fp32", "blocks": "i32"}
     there = {name: getattr(problem, name) for name in _VECTORS[:6]}
     there |= {"factors": problem.format != "", "global_scale": problem.format == "nvfp4"}
-    absent = [name for name in _VECTORS if not there[name]]
-    constants = dict.fromkeys(absent) | {
+    types |= {name: None for name in _VECTORS if not there[name]}
+    constants = {
         "ONE": problem.one,
         "FORMAT": problem.format,
         "V": FORMATS[problem.format].width if problem.format else 1,
@@ -110,7 +110,6 @@ def build(problem, config):
         "CAPABILITY": config.capability,
         "PDL": config.pdl,
     }
-    types = {name: kind for name, kind in types.items() if name not in constants}
     return Build(modulated_kernel, types, constants, num_warps=config.num_warps)
 
 

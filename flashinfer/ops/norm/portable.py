@@ -131,13 +131,11 @@ def build(problem, config):
     kinds["linear_scale"] = "*u8" if problem.layout == "both" else None
     kinds["normed"] = rows if problem.normed else None
     kinds |= dict.fromkeys(("pitch", "rows"), "i32" if blocked else None)
-    types |= {f"given.{name}": kind for name, kind in kinds.items() if kind}
+    types |= {f"given.{name}": kind for name, kind in kinds.items()}
     strided = ("x", "residual", "out") + (("normed",) if problem.normed else ())
     types |= {f"{t}_strides.{axis}": "i64" for t in strided for axis in ("outer", "inner", "column")}
     types |= {"rows": "i32", "inner": "i32", "hidden": "i32", "eps": "fp32"}
-    constants = {f"given.{name}": None for name, kind in kinds.items() if not kind}
-    constants |= {} if problem.normed else {"normed_strides": None}
-    constants |= {
+    constants = ({} if problem.normed else {"normed_strides": None}) | {
         "ADD": problem.kind == "fused_add_rmsnorm",
         "CENTRE": problem.kind == "layernorm",
         "GEMMA": problem.gemma,

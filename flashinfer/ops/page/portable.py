@@ -78,7 +78,8 @@ def build(problem, config):
     # With float32 factors, both have them.
     known = KV_FORMATS.get(problem.key_format)
     wide = known is not None and known.factor == "fp32"
-    types |= {f"{x}_factors": "*fp32" if wide else "*u8" for x in factors}
+    # What only quantising has is no parameter where rows are copied.
+    types |= {f"{x}_factors": ("*fp32" if wide else "*u8") if x in factors else None for x in "kv"}
     if problem.slots:
         types |= {"table.slots": f"*{problem.slots}"}
         types |= dict.fromkeys(("table.num_pages", "table.page_size"), "i32")
@@ -89,13 +90,10 @@ def build(problem, config):
     caches = ["k", "v", *(f"{x}_factor" for x in factors)]
     types |= {f"{x}_strides.{axis}": "i64" for x in caches for axis in ("page", "slot", "head", "column")}
     types |= dict.fromkeys(("rows", "heads", "key_dim", "value_dim"), "i32")
-    if problem.key_format:
-        types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32" if problem.scale == "tensor" else "fp32")
-    # What only quantising has is no parameter where rows are copied.
-    absent = ("k_factors", "v_factors", "k_scale", "v_scale") if not problem.key_format else ()
-    absent += tuple(f"{x}_factors" for x in ("k", "v") if x not in factors)
-    absent += tuple(f"{x}_factor_strides" for x in ("k", "v") if x not in factors)
-    constants = dict.fromkeys(absent) | {
+    types |= {f"{x}_factor_strides": None for x in "kv" if x not in factors}
+    scale = "*fp32" if problem.scale == "tensor" else "fp32"
+    types |= dict.fromkeys(("k_scale", "v_scale"), scale if problem.key_format else None)
+    constants = {
         "KEY_FORMAT": known.element if wide else problem.key_format,
         "VALUE_FORMAT": known.element if wide else problem.value_format,
         "WIDTH": known.width if wide else 1,

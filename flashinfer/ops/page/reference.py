@@ -64,11 +64,4 @@ def seq_lens(problem, kv_indptr, kv_last_page_len, out, page_size):
 
 
 # One module for three ops: two of them are a few lines.
-_RUN = {Append: append, Positions: positions, SeqLens: seq_lens}
-
-
-def run(problem, config, *args):
-    _RUN[type(problem)](problem, *args)
-
-
-IMPLEMENTATION = Implementation(run)
+IMPLEMENTATION = Implementation({Append: append, Positions: positions, SeqLens: seq_lens})

@@ -10,11 +10,6 @@ from flashinfer.ops.formats import ELEMENTS
 from flashinfer.ops.quantize import Dequantize, Groups, Interleave, Packbits, Problem
 
 
-def run(problem, config, *args):
-    """The op of this problem."""
-    _RUN[type(problem)](problem, *args)
-
-
 def _quantize(problem, x, global_scale, counts, codes, factors, row_scales):
     """x [batch, rows, n] to codes, bytes [batch, rows, .], and factors, bytes [batch, .], in their layout.
 
@@ -96,12 +91,6 @@ def _packbits(problem, x, indptr, packed_indptr, out):
 
 
 # One module for five ops, whose statements are a few lines each.
-_RUN = {
-    Problem: _quantize,
-    Groups: _groups,
-    Dequantize: _dequantize,
-    Interleave: _interleave,
-    Packbits: _packbits,
-}
-
-IMPLEMENTATION = Implementation(run)
+IMPLEMENTATION = Implementation(
+    {Problem: _quantize, Groups: _groups, Dequantize: _dequantize, Interleave: _interleave, Packbits: _packbits}
+)

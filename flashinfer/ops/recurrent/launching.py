@@ -8,8 +8,8 @@ from flashinfer.ops._device.rows import pointer, unit
 
 
 def pointers(kinds: dict, aligned=()) -> dict:
-    """Pointer types for {name: dtype} `kinds`, in order; entries with the dtype "" are left out; fp8 is bytes."""
-    return {name: pointer(as_bytes(kind), name in aligned) for name, kind in kinds.items() if kind}
+    """Pointer types for {name: dtype} `kinds`, in order; None, for absent ones, of the dtype ""; fp8 is bytes."""
+    return {name: pointer(as_bytes(kind), name in aligned) if kind else None for name, kind in kinds.items()}
 
 
 def as_bytes(kind: str) -> str:

@@ -91,14 +91,14 @@ def video_heads(
 
 
 def build(problem, config):
-    rows, weights = pointer(problem.dtype, problem.aligned), pointer(problem.weight_dtype or "fp32", problem.aligned)
+    rows = pointer(problem.dtype, problem.aligned)
+    weights = pointer(problem.weight_dtype, problem.aligned) if problem.weight_dtype else None
     out = pointer("u8" if problem.out else problem.dtype, problem.aligned)
     types = {"rows": rows, "q_weight": weights, "k_weight": weights, "q_out": out, "k_out": out, "v_out": out}
     types |= {"turns": "*i64", "rows_row": "i64"}
     sizes = ("q_heads", "k_heads", "v_heads", "frames", "height", "width", "frame_pairs", "height_pairs")
     types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("eps", "length", "scale", "v_scale"), "fp32")
-    absent = () if problem.weight_dtype else ("q_weight", "k_weight")
-    constants = dict.fromkeys(absent) | {
+    constants = {
         "HEAD_DIM": problem.head_dim,
         "INTERLEAVE": problem.interleave,
         "FP8": problem.out,
@@ -107,7 +107,6 @@ def build(problem, config):
         "HALF": triton.next_power_of_2(problem.head_dim // 2),
         "CAPABILITY": config.capability,
     }
-    types = {name: kind for name, kind in types.items() if name not in absent}
     return Build(video_kernel, types, constants, num_warps=config.num_warps)
 
 

@@ -202,7 +202,7 @@ def _build_statistics(problem, config):
     p.add("*fp32", "tile_sum", present=sums)
     _temperature(p, problem.temperature if sums else "")
     p.add("i64", "x_row").add("i32", "columns", "tiles")
-    constants = p.constants | {
+    constants = {
         "SUM": sums,
         "UNIT": unit(problem.dtype, problem.aligned),
         "TILE": config.tile,
@@ -219,7 +219,7 @@ def _build_softmax(problem, config):
     p = Parameters().add(pointer(problem.dtype, problem.aligned), "x").add("*fp32", "tile_top", "tile_sum")
     _temperature(p, problem.temperature)
     p.add(pointer("fp32", problem.aligned), "out").add("i64", "x_row", "out_row").add("i32", "columns", "tiles")
-    constants = p.constants | {
+    constants = {
         "UNIT": unit(problem.dtype, problem.aligned),
         "OUT_UNIT": unit("fp32", problem.aligned),
         "TILE": config.tile,
@@ -235,7 +235,7 @@ def _build_race(problem, config):
     p.add(f"*{problem.min_p}", "min_ps", present=problem.min_p not in ("", "scalar"))
     p.add("*fp32", "part_score").add("*i32", "part_column").randomness(problem.seed, problem.offset)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
-    constants = p.constants | {
+    constants = {
         "DOMAIN": LOGITS if problem.source == "logits" else PROBS,
         "SEED": problem.seed,
         "OFFSET": problem.offset,
@@ -303,10 +303,6 @@ def kernels(problem, config):
     yield from ((launcher, problem, config) for launcher in names)
 
 
-def run(problem, config, *args):
-    return _RUN[type(problem)](problem, config, *args)
-
-
 def _split(values):
     """(None, values) for a tensor of values, (values, None) for a scalar."""
     return (None, values) if isinstance(values, torch.Tensor) else (values, None)
@@ -350,10 +346,8 @@ def _prefix(problem, config, x, k, p, randomness, indices, out, valid):
 
 
 # One module for three ops: softmax and draw share the statistics of logits, softmax and prefix `store_tile`.
-_RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix}
-
 IMPLEMENTATION = Implementation(
-    run,
+    {Softmax: _softmax, Draw: _draw, Prefix: _prefix},
     (launch_statistics, launch_softmax, launch_race, launch_pick, launch_write, *stages.LAUNCHERS),
     kernels=kernels,
     compile_together=True,

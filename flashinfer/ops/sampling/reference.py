@@ -11,10 +11,6 @@ from flashinfer.ops.sampling import Chain, Draw, Prefix, Softmax
 _UNITS = 40
 
 
-def run(problem, config, *args):
-    return _RUN[type(problem)](problem, *args)
-
-
 def _softmax(problem, logits, temperature, out):
     logits = logits.float()
     if temperature is not None:
@@ -197,6 +193,4 @@ def philox(key, counter):
 
 
 # One module for four ops: they share weights, random numbers and the race.
-_RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix, Chain: _chain}
-
-IMPLEMENTATION = Implementation(run)
+IMPLEMENTATION = Implementation({Softmax: _softmax, Draw: _draw, Prefix: _prefix, Chain: _chain})

@@ -138,7 +138,7 @@ def _build_verify(problem, config):
     p = Parameters().add(rows, "draft").add(ids, "ids").add(rows, "target").add(ids, "tokens")
     p.add("*i32", "stops", "accepted", "emitted").randomness(problem.seed, problem.offset)
     p.add("i64", *_DISTRIBUTION_STRIDES, "ids_batch").add("i32", "count", "columns")
-    constants = p.constants | {"SEED": problem.seed, "OFFSET": problem.offset, "BLOCK": _VERIFIED}
+    constants = {"SEED": problem.seed, "OFFSET": problem.offset, "BLOCK": _VERIFIED}
     return Build(verify_kernel, p.types, constants, num_warps=1)
 
 
@@ -146,7 +146,7 @@ def _build_last_race(problem, config):
     p = Parameters().add(pointer(problem.dtype, problem.aligned), "draft", "target").add("*i32", "stops")
     p.add("*fp32", "part_score").add("*i32", "part_column").randomness(problem.seed, problem.offset)
     p.add("i64", *_DISTRIBUTION_STRIDES).add("i32", "count", "columns", "programs", "chunk")
-    constants = p.constants | {
+    constants = {
         "SEED": problem.seed,
         "OFFSET": problem.offset,
         "UNIT": unit(problem.dtype, problem.aligned),

@@ -107,32 +107,16 @@ def config_of(rows: int, k: int) -> Config:
 SMALLEST, SMALL, MEDIUM, LARGE = Config(64, 1), Config(256, 4), Config(1024, 8), Config(2048, 16)
 
 
-def _parameters(problem: Problem) -> tuple[dict, dict]:
+def _build(kernel, problem, config, packed: bool, **constants) -> Build:
     values = f"*{problem.dtype}"
-    return {"value": values, "index": "*i64"}, {"out_value": values, "out_index": "*i64", "k": "i32", "blocks": "i32"}
+    types = {"value": values, "index": "*i64", "packed": "*i64" if packed else None}
+    types |= {"out_value": values, "out_index": "*i64", "k": "i32", "blocks": "i32"}
+    return Build(kernel, types, {"LAST": problem.last, "BLOCK": config.block, **constants}, config.num_warps)
 
 
-def _build_sort(problem, config) -> Build:
-    read, rest = _parameters(problem)
-    constants = {"packed": None, "LAST": problem.last, "BLOCK": config.block, "WHOLE": True}
-    return Build(sort_kernel, read | rest, constants, config.num_warps)
-
-
-def _build_blocks(problem, config) -> Build:
-    read, rest = _parameters(problem)
-    constants = {"LAST": problem.last, "BLOCK": config.block, "WHOLE": False}
-    return Build(sort_kernel, read | {"packed": "*i64"} | rest, constants, config.num_warps)
-
-
-def _build_merge(problem, config) -> Build:
-    read, rest = _parameters(problem)
-    constants = {"LAST": problem.last, "BLOCK": config.block}
-    return Build(merge_kernel, read | {"packed": "*i64"} | rest, constants, config.num_warps)
-
-
-launch_sort = Launcher("top_k_sort", _build_sort)
-launch_blocks = Launcher("top_k_sort_blocks", _build_blocks)
-launch_merge = Launcher("top_k_merge", _build_merge)
+launch_sort = Launcher("top_k_sort", lambda p, c: _build(sort_kernel, p, c, False, WHOLE=True))
+launch_blocks = Launcher("top_k_sort_blocks", lambda p, c: _build(sort_kernel, p, c, True, WHOLE=False))
+launch_merge = Launcher("top_k_merge", lambda p, c: _build(merge_kernel, p, c, True))
 LAUNCHERS = (launch_sort, launch_blocks, launch_merge)
 
 

@@ -142,7 +142,7 @@ def _build_emit(problem, config):
     p.add("*i32", "lists.count").add("*fp32", "lists.value").add("*i32", "lists.column", "places")
     add_results(p, problem).add("i32", "programs", "chunk", "tiles", "capacity")
     unit = stages.constants_of(s)["UNIT"]
-    constants = p.constants | stages.groups_of(config) | stages.candidate_tile_of(config)
+    constants = stages.groups_of(config) | stages.candidate_tile_of(config)
     constants |= {"LAST": problem.last, "UNIT": unit}
     return Build(emit_kernel, p.types, constants, num_warps=config.num_warps)
 

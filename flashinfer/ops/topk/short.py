@@ -44,7 +44,7 @@ def _sample(problem, config) -> dict:
 
 def _build_bound(problem, config):
     p = _row_parameters(problem).add("i64", "x_row").add("i32", "k", "columns")
-    return Build(bound_kernel, p.types, p.constants | _sample(problem, config), num_warps=config.short_warps)
+    return Build(bound_kernel, p.types, _sample(problem, config), num_warps=config.short_warps)
 
 
 def _build_list(problem, config):
@@ -54,14 +54,14 @@ def _build_list(problem, config):
     constants["PDL"] = config.pdl
     # 80 registers allow three programs on a multiprocessor; a program that computes the bound needs more.
     registers = None if config.finds_bound else 80
-    return Build(list_kernel, p.types, p.constants | constants, num_warps=config.short_warps, maxnreg=registers)
+    return Build(list_kernel, p.types, constants, num_warps=config.short_warps, maxnreg=registers)
 
 
 def _build_emit(problem, config):
     p = add_results(_add_list(_row_parameters(problem), problem), problem).add("i32", "programs", "parts", "capacity")
     constants = {"LAST": problem.last, "UNIT": unit(problem.dtype, problem.aligned)}
     constants |= {"TILE": config.short_list, "SHARE": config.share, "PDL": config.pdl}
-    return Build(emit_kernel, p.types, p.constants | constants, num_warps=config.short_list_warps)
+    return Build(emit_kernel, p.types, constants, num_warps=config.short_list_warps)
 
 
 launch_bound = Launcher("top_k_bound", _build_bound)

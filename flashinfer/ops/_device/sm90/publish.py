@@ -75,5 +75,6 @@ def make_slots(SLOTS: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def make_queue(SLOTS: gl.constexpr, WORDS: gl.constexpr, READERS: gl.constexpr):
-    return Queue(make_slots(SLOTS, WORDS), make_channel(SLOTS, 1, READERS))
+def make_queue(READERS: gl.constexpr):
+    """A queue of two records of one word."""
+    return Queue(make_slots(2, 1), make_channel(2, 1, READERS))

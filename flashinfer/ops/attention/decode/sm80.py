@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
-from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention.decode.config import warps_of_columns
 from flashinfer.ops.attention.decode.sm80_kernel import attend_sm80_kernel
-from flashinfer.ops.attention.worklist import OF_LENGTHS, schedule_launch, schedules
+from flashinfer.ops.attention.worklist import OF_LENGTHS, implementation
 from flashinfer.ops.attention.portable import Bound, parameters
-from flashinfer.ops.attention.problem import Inputs, Problem
+from flashinfer.ops.attention.problem import Problem
 
 # Programs of a dependent launch: as many as were timed, 64 requests of 8 heads (docs/rooms/attention-decode.md).
 _MOST_EARLY = 1024
@@ -44,25 +43,4 @@ def _of_lengths(types: dict) -> dict:
 attend_sm80 = Launcher("attend_sm80", build)
 
 
-def kernels(p: Problem, c):
-    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
-    yield attend_sm80, p, c
-    yield from schedules(p)
-
-
-def bind(p: Problem, c, device: torch.device) -> Bound:
-    """What every GPU variant of attention offers: an object whose `hold(x)` gives a launch ready to be repeated."""
-    return Bound(attend_sm80, p, c, device)
-
-
-def run(p: Problem, c, x: Inputs) -> None:
-    bind(p, c, x.q.device).hold(x)(*x.addresses())
-
-
-IMPLEMENTATION = Implementation(
-    run,
-    (attend_sm80, schedule_launch),
-    kernels=kernels,
-    bind=bind,
-    stack_budget=STACK_BUDGET,
-)
+IMPLEMENTATION = implementation(partial(Bound, attend_sm80), attend_sm80, stack_budget=STACK_BUDGET)

@@ -18,7 +18,7 @@ import triton.language as tl
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 
-from . import PairProblem
+from . import PairProblem, StackProblem
 from .config import unit as unit_of
 
 
@@ -215,15 +215,6 @@ launch_pair = Launcher("merge_pair", build_pair)
 launch_stack = Launcher("merge_stack", build_stack)
 
 
-def kernels(problem, config):
-    """What precompiling builds for a problem: that of a pair or of a stack."""
-    yield launch_pair if isinstance(problem, PairProblem) else launch_stack, problem, config
-
-
-def run(problem, config, *args) -> None:
-    (_run_pair if isinstance(problem, PairProblem) else _run_stack)(problem, config, *args)
-
-
 def _strides(x, unit: int) -> tuple[int, ...]:
     """Strides of [..., head_dim], the outer ones in units of `unit` elements."""
     *outer, last = x.stride()
@@ -257,4 +248,6 @@ def _run_stack(problem, config, v, s, out, lse, indptr=None) -> None:
     )  # fmt: skip
 
 
-IMPLEMENTATION = Implementation(run, (launch_pair, launch_stack), kernels=kernels)
+IMPLEMENTATION = Implementation(
+    {PairProblem: _run_pair, StackProblem: _run_stack}, {PairProblem: launch_pair, StackProblem: launch_stack}
+)

@@ -6,14 +6,10 @@ import torch
 
 from flashinfer._core.implementation import Implementation
 
-from . import PairProblem
+from . import PairProblem, StackProblem
 
 
-def run(problem, config, *args) -> None:
-    (_pair if isinstance(problem, PairProblem) else _stack)(*args)
-
-
-def _pair(v_a, s_a, v_b, s_b, mask, out, lse) -> None:
+def _pair(problem, v_a, s_a, v_b, s_b, mask, out, lse) -> None:
     weights, merged = _softmax(torch.stack((s_a, s_b), 1))
     v = weights[:, 0, :, None] * _seen(v_a, s_a) + weights[:, 1, :, None] * _seen(v_b, s_b)
     v = v.to(out.dtype)
@@ -24,10 +20,10 @@ def _pair(v_a, s_a, v_b, s_b, mask, out, lse) -> None:
     lse.copy_(merged)
 
 
-def _stack(v, s, out, lse, indptr=None) -> None:
+def _stack(problem, v, s, out, lse, indptr=None) -> None:
     if indptr is not None:
         for token, (begin, end) in enumerate(zip(indptr.tolist(), indptr[1:].tolist())):
-            _stack(v[None, begin:end], s[None, begin:end], out[token : token + 1], lse[token : token + 1])
+            _stack(problem, v[None, begin:end], s[None, begin:end], out[token : token + 1], lse[token : token + 1])
         return
     weights, merged = _softmax(s)
     out.copy_((weights[..., None] * _seen(v, s)).sum(1))
@@ -50,4 +46,4 @@ def _softmax(s):
     return weights / torch.where(total == 0, 1.0, total)[:, None], base + torch.log2(total)
 
 
-IMPLEMENTATION = Implementation(run)
+IMPLEMENTATION = Implementation({PairProblem: _pair, StackProblem: _stack})

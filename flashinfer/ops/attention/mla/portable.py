@@ -7,14 +7,13 @@ from collections.abc import Callable
 import torch
 import triton.language as tl
 
-from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.mla.portable_kernel import attend_latent_kernel
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
 from flashinfer.ops.attention.portable import varied
-from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.worklist import implementation, latent_schedules
 
 # Bytes of stack a thread may use: addresses and factors of rows wait there, from before the loop until after it, while
 # 128 registers hold the accumulator. In the loop nothing is spilled. Triton 3.6 takes up to 88, 3.9 up to 256.
@@ -69,8 +68,7 @@ attend_latent = Launcher("attend_latent", build)
 def kernels(p: Problem, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield attend_latent, p, c
-    for encoding in (("uniform", "padded"),) if p.sparse else (("indptr", "lens"), ("uniform", "padded")):
-        yield schedule_launch, ScheduleProblem(*encoding, False), ScheduleConfig()
+    yield from latent_schedules(p)
 
 
 class Bound:
@@ -105,15 +103,6 @@ class Bound:
         return self._kernel.hold((schedule.max_items, 1, 1), values, moving)
 
 
-def bind(p: Problem, c, device: torch.device) -> Bound:
-    """An object whose `hold(x)` gives a launch ready to be repeated."""
-    return Bound(p, c, device)
-
-
-def run(p: Problem, c, x: Inputs) -> None:
-    bind(p, c, x.q_nope.device).hold(x)(*x.addresses())
-
-
 def _outer_strides(t: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if t is None else t.stride()[:2]
 
@@ -123,10 +112,4 @@ def _raw(t: torch.Tensor | None) -> torch.Tensor | None:
     return t.view(torch.uint8) if t is not None and t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else t
 
 
-IMPLEMENTATION = Implementation(
-    run,
-    (attend_latent, schedule_launch),
-    kernels=kernels,
-    bind=bind,
-    stack_budget=STACK_BUDGET,
-)
+IMPLEMENTATION = implementation(Bound, attend_latent, kernels=kernels, stack_budget=STACK_BUDGET)

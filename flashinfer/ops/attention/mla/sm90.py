@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from flashinfer._core.gluon_compat import tensordesc
-from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention._device.sm90_widen import FORMATS
@@ -18,7 +17,7 @@ from flashinfer.ops.attention.mla.sm90_combine import combine_latent_kernel
 from flashinfer.ops.attention.mla.sm90_kernel import attend_latent_sm90_kernel
 from flashinfer.ops.attention.mla.sm90_settings import KEYS, PART, REST
 from flashinfer.ops.attention.problem import folds
-from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.worklist import implementation, latent_schedules
 
 
 def _boxes(p: Problem) -> dict[str, tuple[int, int]]:
@@ -78,8 +77,7 @@ def kernels(p: Problem, c: Sm90Config):
     yield attend_latent_sm90, p, c
     if p.split:
         yield combine_latent, p, c
-    for encoding in (("uniform", "padded"),) if p.sparse else (("indptr", "lens"), ("uniform", "padded")):
-        yield schedule_launch, ScheduleProblem(*encoding, False), ScheduleConfig()
+    yield from latent_schedules(p)
 
 
 class Bound:
@@ -142,13 +140,4 @@ def _raw(t: torch.Tensor | None) -> torch.Tensor | None:
     return t.view(torch.int32) if t is not None and t.itemsize == 1 else t
 
 
-def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:
-    """An object whose `hold(x)` gives a launch ready to be repeated."""
-    return Bound(p, c, device)
-
-
-def run(p: Problem, c: Sm90Config, x: Inputs) -> None:
-    bind(p, c, x.q_nope.device).hold(x)(*x.addresses())
-
-
-IMPLEMENTATION = Implementation(run, (attend_latent_sm90, combine_latent, schedule_launch), kernels=kernels, bind=bind)
+IMPLEMENTATION = implementation(Bound, attend_latent_sm90, combine_latent, kernels=kernels)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from flashinfer._core.gluon_compat import tensordesc
-from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.sizes import power_of_two
 from flashinfer._core.target import target_of
@@ -18,7 +17,7 @@ from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.prefill.sm90_kernel import attend_sm90_kernel
 from flashinfer.ops.attention.problem import Inputs, Problem, folds
-from flashinfer.ops.attention.worklist import schedule_launch, schedules
+from flashinfer.ops.attention.worklist import implementation
 from flashinfer.ops.kv_layout import Matrix, as_matrix
 
 
@@ -76,12 +75,6 @@ def build(p: Problem, c: Sm90Config) -> Build:
 
 
 attend_sm90 = Launcher("attend_sm90", build)
-
-
-def kernels(p: Problem, c: Sm90Config):
-    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
-    yield attend_sm90, p, c
-    yield from schedules(p)
 
 
 class Bound:
@@ -144,13 +137,4 @@ def _by_head(m: Matrix, head_dim: int) -> Matrix:
     return replace(m, rows=m.rows.as_strided((heads, count, head_dim), (step, pitch, 1)), head_cols=int(heads > 1))
 
 
-def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:
-    """What every GPU variant of attention offers: an object whose `hold(x)` gives a launch ready to be repeated."""
-    return Bound(p, c, device)
-
-
-def run(p: Problem, c: Sm90Config, x: Inputs) -> None:
-    bind(p, c, x.q.device).hold(x)(*x.addresses())
-
-
-IMPLEMENTATION = Implementation(run, (attend_sm90, schedule_launch), kernels=kernels, bind=bind)
+IMPLEMENTATION = implementation(Bound, attend_sm90)

@@ -6,9 +6,9 @@ Grid: as many persistent thread blocks as multiprocessors, or fewer. A thread bl
 Warps: 4 a warpgroup;
 
 - two consumer warpgroups of 64 query rows each: products, softmax, results (sm90_softmax.py, sm90_finish.py);
-- a producer warp for K, which also publishes the next task, and one for V, by TMA (sm90_loads.produce_keys,
-  produce_values), or two for each where pages are small; or four warps that copy both row by row (sm90_loads.gather);
-  or, of FP8 caches under bf16 or fp16 queries, two that widen K and two that widen V (sm90_widen.py);
+- a producer warp for K, which also publishes the next task, and one for V, by TMA (sm90_loads.produce), or
+  two for each where pages are small; or four warps that copy both row by row (sm90_loads.gather); or, of FP8 caches
+  under bf16 or fp16 queries, two that widen K and two that widen V (sm90_widen.py);
 - in FP8, two more that transpose values (sm90_values.py).
 
 Shared memory: the 128 query rows, rings of STAGES tiles of K and of V (in FP8, of transposed V too), and, if STAGED,
@@ -41,14 +41,7 @@ from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
 from flashinfer.ops.attention._device.sm90_fixed_shift import DOUBTFUL, FAILED, verdict
 from flashinfer.ops.attention.prefill.sm90_finish import all_positive, finish, rows_of, rows_exist, view_of
-from flashinfer.ops.attention.prefill.sm90_loads import (
-    fetch_queries,
-    gather,
-    produce_keys,
-    produce_upper_keys,
-    produce_upper_values,
-    produce_values,
-)
+from flashinfer.ops.attention.prefill.sm90_loads import fetch_queries, gather, produce
 from flashinfer.ops.attention.prefill.sm90_queue import (
     TaskQueue,
     make_task_queue,
@@ -75,7 +68,7 @@ from flashinfer.ops.attention.prefill.sm90_softmax import (
 )
 from flashinfer.ops.attention.prefill.sm90_values import transpose_values
 from flashinfer.ops.attention.prefill.sm90_widen import WARPS as WIDEN_WARPS
-from flashinfer.ops.attention.prefill.sm90_widen import widen_keys, widen_values
+from flashinfer.ops.attention.prefill.sm90_widen import widen
 
 
 @aggregate
@@ -322,8 +315,8 @@ def attend_sm90_kernel(
                 (transpose_values, (
                     v, transposed, queue, work.items, work.counts, num_kv_heads, numbers.window_left, settings,
                 )),
-                (produce_keys, (k_map, k_rest_map, k) + of_k + (settings,)),
-                (produce_values, (v_map, v) + of_v + (settings,)),
+                (produce, (gl.constexpr("k"), gl.constexpr(0), (k_map, k_rest_map), k, of_k, settings)),
+                (produce, (gl.constexpr("v"), gl.constexpr(0), (v_map,), v, of_v, settings)),
             ],
             [4, warps.TRANSPOSE, 1, 1],
             [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
@@ -335,8 +328,8 @@ def attend_sm90_kernel(
                 [
                     (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                     (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                    (widen_keys, (k_map, k) + of_k + (settings,)),
-                    (widen_values, (v_map, v) + of_v + (settings,)),
+                    (widen, (gl.constexpr("k"), k_map, k, of_k, settings)),
+                    (widen, (gl.constexpr("v"), v_map, v, of_v, settings)),
                 ],
                 [4, WIDEN_WARPS, WIDEN_WARPS],
                 [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
@@ -357,8 +350,8 @@ def attend_sm90_kernel(
                     [
                         (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                         (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                        (produce_keys, (k_map, k_rest_map, k) + of_k + (settings,)),
-                        (produce_values, (v_map, v) + of_v + (settings,)),
+                        (produce, (gl.constexpr("k"), gl.constexpr(0), (k_map, k_rest_map), k, of_k, settings)),
+                        (produce, (gl.constexpr("v"), gl.constexpr(0), (v_map,), v, of_v, settings)),
                     ],
                     [4, 1, 1],
                     [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
@@ -368,10 +361,10 @@ def attend_sm90_kernel(
                     [
                         (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                         (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                        (produce_keys, (k_map, k_rest_map, k) + of_k + (settings,)),
-                        (produce_upper_keys, (k_map, k_rest_map, k) + of_k + (settings,)),
-                        (produce_values, (v_map, v) + of_v + (settings,)),
-                        (produce_upper_values, (v_map, v) + of_v + (settings,)),
+                        (produce, (gl.constexpr("k"), gl.constexpr(0), (k_map, k_rest_map), k, of_k, settings)),
+                        (produce, (gl.constexpr("k"), gl.constexpr(1), (k_map, k_rest_map), k, of_k, settings)),
+                        (produce, (gl.constexpr("v"), gl.constexpr(0), (v_map,), v, of_v, settings)),
+                        (produce, (gl.constexpr("v"), gl.constexpr(1), (v_map,), v, of_v, settings)),
                     ],
                     [4, 1, 1, 1, 1],
                     [warps.REGISTERS] + [warps.COPY_REGISTERS] * 4,

@@ -1,6 +1,7 @@
 """Hopper prefill: copies of queries, keys and values to shared memory.
 
-- `produce_keys`, `produce_values`, one warp each, or two where a tile has many pages: TMA copies, a box for each page.
+- `produce`, a warp for keys and one for values, or two for each where a tile has many pages: TMA copies, a box for each
+  page.
 - `gather`, four warps: cp.async row by row, for page sizes that are no TMA box (below 16 tokens, or no power of two).
   FP8 under wider queries: sm90_widen.py.
 - `fetch_queries`, by each consumer warpgroup: cp.async of its own 64 query rows of the next task.
@@ -52,16 +53,18 @@ def _load_box(source, row, head, column, full, to, settings: Settings):
 
 
 @gluon.jit
-def _produce(
-    tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
-    head_rows, head_cols, PART: gl.constexpr, TWO: gl.constexpr, PUBLISHES: gl.constexpr, settings: Settings,
-):  # fmt: skip
+def produce(OPERAND: gl.constexpr, PART: gl.constexpr, maps, ring: Ring, tasks_of, settings: Settings):
     """Producer warp: copy the keys, or the values, of each task, one block after another, last block first. Of
     settings.COPIERS warps it is number PART, and copies the PART-th share of each block's rows.
 
-    The warp that PUBLISHES takes the next task after it has issued all copies of this one. The atomic's latency is
+    The first warp of keys publishes the next task after it has issued all copies of this one. The atomic's latency is
     hidden, because no stage is empty yet.
+
+    OPERAND : "k" or "v". maps : of keys, also that of the second part of their columns, which settings.TWO have.
+    tasks_of : what finds tasks, and the steps of pages and heads.
     """
+    queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows, head_cols = tasks_of
+    TWO: gl.constexpr = OPERAND == "k" and settings.TWO
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
     SPLIT_AT: gl.constexpr = ring.tiles.shape[2]
     COLUMNS: gl.constexpr = SPLIT_AT + (ring.rest.shape[2] if TWO else 0)
@@ -92,70 +95,24 @@ def _produce(
             elif settings.PAGE_SIZE >= BLOCK_N:
                 row += pages[0] * page_rows + start % settings.PAGE_SIZE
             if settings.PAGE_SIZE == 0 or settings.PAGE_SIZE >= BLOCK_N:
-                _load_box(tiles_map, row, head, 0, full, ring.tiles.index(stage), settings)
+                _load_box(maps[0], row, head, 0, full, ring.tiles.index(stage), settings)
                 if TWO:
-                    _load_box(rest_map, row, head, SPLIT_AT, full, ring.rest.index(stage), settings)
+                    _load_box(maps[1], row, head, SPLIT_AT, full, ring.rest.index(stage), settings)
             else:
                 for box in gl.static_range(KEYS // settings.PAGE_SIZE):
                     at = row + pages[box] * page_rows
                     to = ring.tiles.index(stage).slice(FIRST + box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
-                    _load_box(tiles_map, at, head, 0, full, to, settings)
+                    _load_box(maps[0], at, head, 0, full, to, settings)
                     if TWO:
                         to = ring.rest.index(stage).slice(FIRST + box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
-                        _load_box(rest_map, at, head, SPLIT_AT, full, to, settings)
+                        _load_box(maps[1], at, head, SPLIT_AT, full, to, settings)
             start -= BLOCK_N
             step += 1
-        if PUBLISHES:
+        if OPERAND == "k" and PART == 0:
             task, _, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
         else:
             task, _, n = read_to_end(queue, n, tasks, settings)
         wave += 1
-
-
-@gluon.jit
-def produce_keys(
-    tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
-    head_rows, head_cols, settings: Settings,
-):  # fmt: skip
-    _produce(
-        tiles_map, rest_map, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-        head_cols, 0, settings.TWO, True, settings,
-    )  # fmt: skip
-
-
-@gluon.jit
-def produce_values(
-    tiles_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-    head_cols, settings: Settings,
-):  # fmt: skip
-    _produce(
-        tiles_map, tiles_map, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-        head_cols, 0, False, False, settings,
-    )  # fmt: skip
-
-
-@gluon.jit
-def produce_upper_keys(
-    tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
-    head_rows, head_cols, settings: Settings,
-):  # fmt: skip
-    """The second warp that copies K: the upper half of each block."""
-    _produce(
-        tiles_map, rest_map, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-        head_cols, 1, settings.TWO, False, settings,
-    )  # fmt: skip
-
-
-@gluon.jit
-def produce_upper_values(
-    tiles_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-    head_cols, settings: Settings,
-):  # fmt: skip
-    """The second warp that copies V: the upper half of each block."""
-    _produce(
-        tiles_map, tiles_map, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-        head_cols, 1, False, False, settings,
-    )  # fmt: skip
 
 
 @gluon.jit

@@ -43,7 +43,7 @@ class TaskQueue:
 
 @gluon.jit
 def make_task_queue(READERS: gl.constexpr, FIXED: gl.constexpr):
-    words = make_queue(2, 1, READERS)
+    words = make_queue(READERS)
     failed = words.slots
     reported = words.channel.full
     if FIXED:

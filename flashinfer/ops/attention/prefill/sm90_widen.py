@@ -1,6 +1,6 @@
 """Hopper prefill with FP8 caches under bf16 or fp16 queries: keys and values are widened on their way to shared memory.
 
-Two warps widen K and two widen V, each through its own ring, block after block as `sm90_loads.produce_keys` copies
+Two warps widen K and two widen V, each through its own ring, block after block as `sm90_loads.produce` copies
 them. Shared memory has no room, and no time, to stage FP8, so rows go through registers: 16 codes a load, converted
 exactly, stored in the swizzled 16-bit tile that the consumers read in any case.
 
@@ -17,7 +17,7 @@ from flashinfer.ops._device.sm90.registers import program
 from flashinfer.ops.attention._device.schedule import ITEM_KV_BASE, ITEM_KV_LEN, ITEM_WIDTH
 from flashinfer.ops.attention._device.sm90_widen import lanes, store_widened
 from flashinfer.ops.attention.prefill.sm90_loads import wide_product
-from flashinfer.ops.attention.prefill.sm90_queue import TaskQueue, publish_next, read_to_end, span
+from flashinfer.ops.attention.prefill.sm90_queue import publish_next, read_to_end, span
 from flashinfer.ops.attention.prefill.sm90_settings import Ring, Settings, opaque_sum
 
 # Warps that widen K, and as many that widen V.
@@ -60,14 +60,13 @@ def _load(source, pages, start, kv_base, kv_len, page, step, ROWS_IN: gl.constex
 
 
 @gluon.jit
-def _widen(
-    source, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page, head, step_bytes,
-    PUBLISHES: gl.constexpr, settings: Settings,
-):  # fmt: skip
+def widen(OPERAND: gl.constexpr, source, ring: Ring, tasks_of, settings: Settings):
     """Producer warps: widen the keys, or the values, of each task, one block after another, last block first.
 
-    The role that PUBLISHES takes the next task after it has stored all blocks of this one.
+    The warps of keys publish the next task after they have stored all blocks of this one. OPERAND and tasks_of are as
+    in `produce`.
     """
+    queue, items, counts, kv_indices, num_kv_heads, window_left, page, head, step_bytes = tasks_of
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
     D: gl.constexpr = ring.tiles.shape[2]
     ROWS_IN: gl.constexpr = min(BLOCK_N, CODES // D)
@@ -117,30 +116,8 @@ def _widen(
                 ring.channel.commit(step)
                 start, after = starts[1], starts[2]
                 step += 1
-        if PUBLISHES:
+        if OPERAND == "k":
             task, _, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
         else:
             task, _, n = read_to_end(queue, n, tasks, settings)
         wave += 1
-
-
-@gluon.jit
-def widen_keys(
-    source, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page, head, step_bytes,
-    settings: Settings,
-):  # fmt: skip
-    _widen(
-        source, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page, head, step_bytes, True,
-        settings,
-    )  # fmt: skip
-
-
-@gluon.jit
-def widen_values(
-    source, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page, head, step_bytes,
-    settings: Settings,
-):  # fmt: skip
-    _widen(
-        source, ring, queue, items, counts, kv_indices, num_kv_heads, window_left, page, head, step_bytes, False,
-        settings,
-    )  # fmt: skip

@@ -297,7 +297,7 @@ def build(problem: Problem, config) -> Build:
         **{"tokens": "i32", "hidden": "i32", "elements": "i64", "peers": "*i64", "state": "*i32", "lost": "*i32"},
         **{"rank": "i32", "area": "i64:16", "limit": "i64"},
     }
-    constants = {name: None for name, kind in types.items() if kind is None} | {
+    constants = {
         "WORLD": problem.world,
         "TWO_SHOT": problem.two_shot,
         "SOURCE": problem.source,
@@ -312,7 +312,6 @@ def build(problem: Problem, config) -> Build:
         "FIRST": config.first,
         "LAST": config.last,
     }
-    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(allreduce_kernel, types, constants, num_warps=config.num_warps)
 
 

@@ -396,10 +396,6 @@ def _staging(problem: Combine) -> Small:
     return Small("stage", dtype=problem.dtype, block=problem.block, aligned=problem.aligned)
 
 
-def run(problem, config, *args):
-    _RUN[type(problem)](problem, config, *args)
-
-
 def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: int, per: int, stats=None) -> None:
     """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] at byte offset `places[i]`.
 
@@ -460,5 +456,4 @@ def sanitize(ids, counts, most: int, invalid: int) -> None:
 
 # One module for three ops, which share the helpers of an exchange.
 _RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}
-
-IMPLEMENTATION = Implementation(run, (launch,), kernels=kernels, stack_budget=STACK_BUDGET)
+IMPLEMENTATION = Implementation(_RUN, (launch,), kernels=kernels, stack_budget=STACK_BUDGET)

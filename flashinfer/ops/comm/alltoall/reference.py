@@ -6,10 +6,6 @@ from flashinfer._core.implementation import Implementation
 from flashinfer.ops.comm.alltoall import Blocks, Combine, Dispatch
 
 
-def run(problem, config, *args):
-    _RUN[type(problem)](problem, *args)
-
-
 def dispatch(problem: Dispatch, space, experts, payloads, places, most: int, per: int, stats=None) -> None:
     """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] at byte offset `places[i]`.
 
@@ -64,6 +60,4 @@ def blocks(problem: Blocks, link, given, outs) -> None:
 
 
 # One module for three ops, which all are calls of the link's all_to_all.
-_RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}
-
-IMPLEMENTATION = Implementation(run)
+IMPLEMENTATION = Implementation({Dispatch: dispatch, Combine: combine, Blocks: blocks})

@@ -113,7 +113,7 @@ def build(problem, config):
         "alpha": "*fp32" if problem.alpha else None,
         **dict.fromkeys(("M", "N", "K"), "i32"),
     }
-    constants = {name: None for name, kind in types.items() if kind is None} | {
+    constants = {
         "a.FORMAT": problem.a,
         "a.LAYOUT": problem.a_layout,
         "a.UNIT": unit(problem.a, problem.aligned),
@@ -136,7 +136,6 @@ def build(problem, config):
         "ALPHA": problem.alpha,
         "CAPABILITY": config.capability,
     }
-    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(gemm_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
@@ -160,12 +159,9 @@ _SUM_BLOCK = 512
 
 def build_sum(problem, config):
     by = ":16" if problem.aligned else ""
-    types = {"slices": f"*fp32{by}", "alpha": "*fp32", "out": f"*{problem.out}{by}"}
+    types = {"slices": f"*fp32{by}", "alpha": "*fp32" if problem.alpha else None, "out": f"*{problem.out}{by}"}
     types |= {"rows": "i64", "N": "i32", "M": "i32", "count": "i32", "out_batch": "i64", "out_row": "i64"}
     constants = {"UNIT": 8 if problem.aligned else 1, "ALPHA": problem.alpha, "BLOCK": _SUM_BLOCK}
-    if not problem.alpha:
-        del types["alpha"]
-        constants["alpha"] = None
     return Build(sum_kernel, types, constants, num_warps=4)
 
 

@@ -58,8 +58,8 @@ def widen_kernel(
 def build(problem, config) -> Build:
     by = ":16" if problem.aligned else ""
     codes = "bf16" if problem.encoding == "bf16" else "u8"
-    types = {"codes": f"*{codes}{by}"} | ({"scale": "*u8:4" if problem.aligned else "*u8"} if problem.scale else {})
-    types["out"] = "*bf16:16"
+    scale = "*u8:4" if problem.aligned else "*u8"
+    types = {"codes": f"*{codes}{by}", "scale": scale if problem.scale else None, "out": "*bf16:16"}
     types |= {"rows": "i32", "K": "i32"} | dict.fromkeys(("codes_batch", "codes_row", "scale_batch", "blocks"), "i64")
     constants = {
         "FORMAT": problem.encoding,
@@ -74,8 +74,6 @@ def build(problem, config) -> Build:
         "BK": config.block_k,
         "CAPABILITY": config.capability,
     }
-    if not problem.scale:
-        constants["scale"] = None
     return Build(widen_kernel, types, constants, num_warps=config.num_warps)
 
 

@@ -5,35 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer.ops.gemm.hopper import Sm90Config
 from flashinfer.ops.gemm.slices import FEW_ROWS
-
-
-@dataclass(frozen=True)
-class Sm90Config:
-    """Tile, pipeline and registers of the Hopper kernel.
-
-    Attributes
-    ----------
-    block_m, block_n, block_k : int
-        The tile; block_m is 64 or 128.
-    stages : int
-        Blocks of K in the shared memory ring.
-    box : int
-        Rows of A that one TMA copy loads.
-    group : int
-        Tiles along M that are computed before the next column of tiles, so that operands stay in the L2 cache.
-    registers, copy_registers : int
-        Registers of a thread: in the consumer warpgroups, and in the producer warp.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    stages: int
-    box: int
-    group: int
-    registers: int
-    copy_registers: int
 
 
 @dataclass(frozen=True)

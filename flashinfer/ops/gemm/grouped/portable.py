@@ -183,7 +183,7 @@ def build(problem, config):
         "weights": f"*{problem.weights}" if problem.weights else None,
         **dict.fromkeys(("M", "N", "K", "count", "weight_count", "row_tiles"), "i32"),
     }
-    constants = {name: None for name, kind in types.items() if kind is None} | {
+    constants = {
         "a.FORMAT": problem.a,
         "a.UNIT": unit(problem.a, problem.aligned),
         "b.FORMAT": problem.b,
@@ -206,7 +206,6 @@ def build(problem, config):
         "BK": config.block_k,
         "CAPABILITY": config.capability,
     }
-    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(grouped_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 

@@ -278,7 +278,7 @@ def build(p, c) -> Build:
         "k": f"i32:{largest}" if largest > 1 else "i32",
         "top_k": "i32",
     }
-    constants = {name: None for name, kind in types.items() if kind is None} | {
+    constants = {
         **_format("rows", p.rows, p.row_layout),
         **_format("weights", p.weights, p.weight_layout),
         "weights.PAIRED": p.paired,
@@ -300,7 +300,6 @@ def build(p, c) -> Build:
         "DTYPE": _TL[c.compute],
         "CAPABILITY": c.capability,
     }
-    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(product_kernel, types, constants, c.num_warps, c.num_stages)
 
 

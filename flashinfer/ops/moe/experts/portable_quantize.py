@@ -115,14 +115,13 @@ def build(problem, config):
     unit = (4 if problem.dtype == "fp32" else 8) if problem.aligned else 1
     types |= {"rows": "i32", "n": f"i32:{unit}" if unit > 1 else "i32", "x_row": f"i64:{unit}" if unit > 1 else "i64"}
     types |= dict.fromkeys(("codes_row", "factors_row", "factors_block"), "i64") | {"entries": "i32"}
-    constants = {name: None for name, kind in types.items() if kind is None} | {
+    constants = {
         "FORMAT": problem.encoding,
         "TILE": problem.tile,
         "ROWS": config.rows,
         "COLUMNS": config.columns,
         "CAPABILITY": config.capability,
     }
-    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(quantize_kernel, types, constants, config.num_warps)
 
 

@@ -237,11 +237,10 @@ def _build(p, c) -> Build:
         n="i32:32", k="i32:8", top_k="i32", x_scale_row="i64", x_scale_block="i64", w_scale_expert="i64",
         w_scale_row="i64", w_scale_block="i64", out_row="i64:16", scale_entries="i32", scale_out_entries="i32",
     )  # fmt: skip
-    constants = {name: None for name, kind in types.items() if kind is None} | dict(
+    constants = dict(
         GATED=p.act in GATED, GATHER=p.gather, SCALED=scaled, BLOCK_K=c.block_k, STAGES=c.stages, GROUP=c.group,
         REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers,
     )  # fmt: skip
-    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(product_sm90_kernel, types, constants, num_warps=4)
 
 

@@ -315,11 +315,10 @@ def _build(p, c) -> Build:
         "k": "i32:128",
         "out_row": "i64:16",
     }
-    constants = {name: None for name, kind in types.items() if kind is None} | dict(
+    constants = dict(
         TILE=p.tile, GATED=p.act in GATED, GROUPS=c.groups, STAGES=c.stages, RASTER=c.raster, REGISTERS=c.registers,
         COPY_REGISTERS=c.copy_registers,
     )  # fmt: skip
-    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(product_fragments_kernel, types, constants, num_warps=4, maxnreg=c.maxnreg or None)
 
 

@@ -36,9 +36,11 @@ def finalize_kernel(
 
 
 def build(problem, config):
-    types = {"y": pointer(problem.dtype, problem.aligned), "pair_row": "*i32", "weights": f"*{problem.weights}"}
+    types = {"y": pointer(problem.dtype, problem.aligned), "pair_row": "*i32"}
+    types |= {"weights": f"*{problem.weights}" if problem.weights else None}
     types |= {"out": pointer(problem.out, problem.aligned)}
     types |= dict.fromkeys(("y_row", "pair_row_row", "weights_row", "out_row"), "i64")
+    types["weights_row"] = "i64" if problem.weights else None
     types |= dict.fromkeys(("hidden", "blocks", "top_k"), "i32")
     constants = {
         "TOGETHER": problem.together,
@@ -46,9 +48,6 @@ def build(problem, config):
         "OUT_UNIT": unit(problem.out, problem.aligned),
         "BLOCK": config.block,
     }
-    for name in () if problem.weights else ("weights", "weights_row"):
-        del types[name]
-        constants[name] = None
     return Build(finalize_kernel, types, constants, num_warps=config.num_warps)
 
 

@@ -66,7 +66,9 @@ def lora_kernel(
 def build(problem, config):
     types = {"x": f"*{problem.dtype}"}
     types |= dict.fromkeys(("table", "tokens", "experts", "adapters"), "*i64")
-    types |= {"weights": "*fp32", "order": "*i64", "begin": "*i64", "offset": "*i64", "out": f"*{problem.out}"}
+    types |= {"weights": "*fp32" if problem.weighted else None}
+    types |= dict.fromkeys(("order", "begin"), "*i64" if problem.combined else None)
+    types |= {"offset": "*i64" if problem.placed else None, "out": f"*{problem.out}"}
     types |= dict.fromkeys(("x_row", "out_row", "stride"), "i64")
     types |= dict.fromkeys(("K", "N", "blocks", "width", "all_tokens", "all_experts"), "i32")
     constants = {
@@ -75,11 +77,6 @@ def build(problem, config):
         "TOGETHER": problem.together,
         "BLOCK": config.block,
     }
-    present = {"weights": problem.weighted, "offset": problem.placed}
-    present |= dict.fromkeys(("order", "begin"), problem.combined)
-    for name in (name for name, given in present.items() if not given):
-        del types[name]
-        constants[name] = None
     return Build(lora_kernel, types, constants, num_warps=config.num_warps)
 
 

@@ -114,13 +114,12 @@ def route_kernel(
 
 
 def build(problem, config):
-    types = {"logits": f"*{problem.dtype}", "bias": f"*{problem.bias}", "ids": f"*{problem.ids}"}
-    types |= {"weights": f"*{problem.weights}", "replay": "*i16"}
+    types = {"logits": f"*{problem.dtype}", "bias": f"*{problem.bias}" if problem.bias else None}
+    types |= {"ids": f"*{problem.ids}", "weights": f"*{problem.weights}", "replay": "*i16" if problem.replay else None}
     types |= dict.fromkeys(("logits_row", "logits_column", "ids_row", "weights_row", "replay_row"), "i64")
     types |= dict.fromkeys(("tokens", "experts", "groups", "kept_groups", "top_k", "shared"), "i32") | {"scale": "fp32"}
-    absent = () if problem.bias else ("bias",)
-    absent += () if problem.replay else ("replay", "replay_row")
-    constants = dict.fromkeys(absent) | {
+    types["replay_row"] = "i64" if problem.replay else None
+    constants = {
         "RANK": problem.rank,
         "WEIGHT": problem.weight,
         "ROWS": config.rows,
@@ -128,7 +127,6 @@ def build(problem, config):
         "SIZE": problem.size,
         "SLOTS": problem.slots,
     }
-    types = {name: kind for name, kind in types.items() if name not in absent}
     return Build(route_kernel, types, constants, num_warps=config.num_warps)
 
 

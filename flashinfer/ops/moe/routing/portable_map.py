@@ -168,10 +168,8 @@ _NUMBERS = ("pairs", "experts", "offset")
 def _build_map(problem, config, kernel, counts: tuple = (), outputs: tuple = (), numbers: tuple = (), **constants):
     types = {"ids": _ids(problem)} | dict.fromkeys((*counts, *outputs), "*i32")
     constants |= {"PACKED": problem.ids == "packed", "EXPERTS": problem.experts, "BLOCK": config.pairs}
-    if outputs and problem.ids == "packed":
-        types["weights"] = "*fp32"
-    elif outputs:
-        constants["weights"] = None
+    if outputs:
+        types["weights"] = "*fp32" if problem.ids == "packed" else None
     return Build(kernel, types | dict.fromkeys(_NUMBERS + numbers, "i32"), constants, num_warps=config.num_warps)
 
 

@@ -24,7 +24,6 @@ def program_of(BLOCKS: tl.constexpr):
     return n, tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
 
 
-
 @triton.jit
 def span_of(offsets, n, of):
     """Row, first token and length of sequence n. Without offsets it is row n; with offsets all are in row 0."""
@@ -89,8 +88,22 @@ def slot_of(read, accepted, n, read_by, of):
 
 
 @triton.jit
-def zero_tokens(out, out_by, origin, first, end, head, row, in_rows):
-    """Store zeros in the outputs of tokens first to end - 1."""
+def zero_tokens(out, out_by, origin, first, end, head, row, step, in_rows):
+    """Store zeros in the outputs of tokens first to end - 1, whose rows are `step` apart."""
     for token in range(first, end):
         at = origin * out_by.row + token * out_by.token + head * out_by.head
-        tl.store(out + at + row, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
+        tl.store(out + (at + row * step), tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
+
+
+@triton.jit
+def tokens_of(offsets, n, out, out_by, head, row, step, in_rows, of):
+    """(sequence, row of tokens, first token, length) of program n. With offsets there is one program more than
+    sequences. It has no tokens, and zeroes the outputs of those in front of the first sequence and behind the last."""
+    sequence = tl.minimum(n, of.sequences - 1)
+    origin, first, length = span_of(offsets, sequence, of)
+    if offsets is not None:
+        if n == of.sequences:
+            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, step, in_rows)
+            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, step, in_rows)
+            length = 0
+    return sequence, origin, first, length

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.recurrent.conv import config
 
 
@@ -96,11 +96,4 @@ def _catalog() -> Iterator[Problem]:
     yield Problem(3, "fp16", "fp16", "fp16", "", "", long=True, read=False)
 
 
-def _variants() -> tuple[Variant, ...]:
-    return (
-        Variant("portable", "flashinfer.ops.recurrent.conv.portable", config=config.portable),
-        Variant("reference", "flashinfer.ops.recurrent.conv.reference"),
-    )
-
-
-causal_conv1d = Op("causal_conv1d", Problem, _variants(), _catalog)
+causal_conv1d = Op("causal_conv1d", Problem, portable_only(__name__, config.portable), _catalog)

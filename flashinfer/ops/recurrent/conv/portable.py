@@ -289,8 +289,7 @@ def _build(problem, config, kernel, names, groups, constants):
     fields = dict.fromkeys(("x_by", "out_by"), ("row", "token"))
     types |= place_types({group: _PLACES[group] for group in groups}, units, fields)
     types |= {f"of.{name}": "i32" for name in _SIZES}
-    absent = {name: None for name, kind in kinds.items() if not kind}
-    constants = absent | {"WIDTH": problem.width, "ROLLING": problem.rolling, "CHANNELS": config.channels} | constants
+    constants = {"WIDTH": problem.width, "ROLLING": problem.rolling, "CHANNELS": config.channels} | constants
     # DENSE above 1 says that channels are contiguous.
     constants |= {"UNIT": unit(problem.dtype, problem.aligned), "DENSE": 2 if problem.dense else 1}
     return Build(kernel, types, constants, num_warps=config.num_warps)

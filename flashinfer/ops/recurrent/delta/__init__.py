@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, Variant, portable_only
 from flashinfer.ops.recurrent.delta import config
 
 
@@ -230,13 +230,6 @@ def _long_rows(problem, target) -> str:
     return ""
 
 
-def _variants(chosen) -> tuple[Variant, ...]:
-    return (
-        Variant("portable", "flashinfer.ops.recurrent.delta.portable", _long_rows, chosen),
-        Variant("reference", "flashinfer.ops.recurrent.delta.reference"),
-    )
-
-
 def _steps() -> Iterator[Step]:
     raw = {"gate": "softplus", "gate_dtype": "bf16", "bias_dtype": "fp32", "beta": "logit", "beta_dtype": "bf16"}
     gdn = {"normalize": True, **raw}
@@ -267,14 +260,6 @@ def _commits() -> Iterator[Commit]:
     yield Commit(128, 128, "bf16", "fp32")
     yield Commit(128, 128, "bf16", "fp32", normalize=False, path=True, track=True)
     yield Commit(80, 48, "fp16", "fp16", aligned=False)
-
-
-def _chunk_variants() -> tuple[Variant, ...]:
-    return (
-        Variant("sm90", "flashinfer.ops.recurrent.delta.sm90", config.refuses_chunks_sm90, config.chunks_sm90),
-        Variant("portable", "flashinfer.ops.recurrent.delta.chunks", _long_keys, config.chunks),
-        Variant("reference", "flashinfer.ops.recurrent.delta.reference"),
-    )
 
 
 def _long_keys(problem, target) -> str:
@@ -317,18 +302,17 @@ def _layers() -> Iterator[Layer]:
     yield Layer(32, 2, "fp16", "fp16", "fp16", "fp16", "fp16", "fp16", "fp8e4nv", "fp16")
 
 
-def _layer_variants() -> tuple[Variant, ...]:
-    return (
-        Variant("portable", "flashinfer.ops.recurrent.delta.layer", _long_rows_of_layers, config.layer),
-        Variant("reference", "flashinfer.ops.recurrent.delta.reference_layer"),
-    )
-
-
 def _long_rows_of_layers(problem, target) -> str:
     return "a state of more than 128 rows does not fit in registers" if problem.dim > 128 else ""
 
 
-delta_step = Op("delta_step", Step, _variants(config.step), _steps)
-delta_commit = Op("delta_commit", Commit, _variants(config.commit), _commits)
-delta_chunks = Op("delta_chunks", Chunks, _chunk_variants(), _prefills)
-delta_layer = Op("delta_layer", Layer, _layer_variants(), _layers)
+_sm90 = Variant("sm90", f"{__name__}.sm90", config.refuses_chunks_sm90, config.chunks_sm90)
+delta_step = Op("delta_step", Step, portable_only(__name__, config.step, refuses=_long_rows), _steps)
+delta_commit = Op("delta_commit", Commit, portable_only(__name__, config.commit, refuses=_long_rows), _commits)
+delta_chunks = Op(
+    "delta_chunks", Chunks, (_sm90, *portable_only(__name__, config.chunks, "chunks", refuses=_long_keys)), _prefills
+)
+delta_layer = Op(
+    "delta_layer", Layer,
+    portable_only(__name__, config.layer, "layer", "reference_layer", _long_rows_of_layers), _layers,
+)  # fmt: skip

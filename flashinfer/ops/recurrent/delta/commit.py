@@ -99,7 +99,7 @@ def _build(problem, config):
     types |= place_types(places, units if problem.aligned else {})
     sizes = ("layers", "sequences", "tokens", "key_dim", "value_dim", "k_group", "null")
     types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
-    constants = {name: None for name, kind in kinds.items() if not kind} | {
+    constants = {
         "NORMALIZE": problem.normalize,
         "STATE": problem.state_dtype,
         "BLOCKS": triton.cdiv(problem.value_dim, config.rows),

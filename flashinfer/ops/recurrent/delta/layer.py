@@ -149,8 +149,7 @@ def _build(problem, config):
     types |= place_types(_PLACES, whole, {"state_by": _WHOLE[problem.layout]})
     types |= size_types(("heads", "dim", "null"), dim=problem.dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "eps", "lower", "sharp", "threshold")}
-    constants = {name: None for name, kind in kinds.items() if not kind}
-    constants |= {"WIDTH": problem.width, "GATE": problem.gate, "LAYOUT": problem.layout, "STATE": problem.state_dtype}
+    constants = {"WIDTH": problem.width, "GATE": problem.gate, "LAYOUT": problem.layout, "STATE": problem.state_dtype}
     constants |= {"KEYS": power_of_two(problem.dim, 16), "CAPABILITY": config.capability}
     return Build(layer_kernel, types, constants, num_warps=config.num_warps)
 

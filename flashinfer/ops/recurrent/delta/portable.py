@@ -2,7 +2,7 @@
 commit of a verification (commit.py). That of `Chunks`, the prefill, is chunks.py."""
 
 from flashinfer._core.implementation import Implementation
-from flashinfer.ops.recurrent.delta import Commit
+from flashinfer.ops.recurrent.delta import Commit, Step
 from flashinfer.ops.recurrent.delta.commit import commit, launch_commit
 from flashinfer.ops.recurrent.delta.config import with_many
 from flashinfer.ops.recurrent.delta.step import launch_step, step
@@ -22,12 +22,8 @@ def kernels(problem, config):
             yield launch_step, problem, many
 
 
-def run(problem, config, *args):
-    """Run `Step` or `Commit`; operands.py describes the records."""
-    if isinstance(problem, Commit):
-        commit(problem, config, *args)
-        return
-    tokens, gates, pool, out, scale, kept, norm, parents = args
+def _verify(problem, config, tokens, gates, pool, out, scale, kept, norm, parents):
+    """Run a `Step`; operands.py describes the records."""
     if problem.tokens:
         tree(problem, config, tokens, gates, pool, out, scale, kept, parents)
     else:
@@ -35,4 +31,6 @@ def run(problem, config, *args):
 
 
 LAUNCHERS = (launch_step, launch_tree, launch_commit)
-IMPLEMENTATION = Implementation(run, LAUNCHERS, kernels=kernels, stack_budget=STACK_BUDGET)
+IMPLEMENTATION = Implementation(
+    {Step: _verify, Commit: commit}, LAUNCHERS, kernels=kernels, stack_budget=STACK_BUDGET
+)

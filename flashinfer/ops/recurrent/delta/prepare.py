@@ -332,23 +332,30 @@ def prepare_kernel(
             invert(scratch, solved + square, at_beta, beta_by.token, left, BETA, PRECISION, TOKENS, OPERAND)
 
 
-def _build_prepare(problem, config):
-    constants, narrow = common(problem, config), config.operand
+def types_of(problem, made: dict, sizes: tuple[str, ...]) -> tuple[dict, dict]:
+    """Argument types and constants of a kernel that makes the systems of chunks; `made` are the dtypes of what it
+    writes, and `sizes` what it has in `of` beside groups."""
     kinds = {"q": problem.dtype, "k": problem.dtype, "gate": problem.gate_dtype, "beta": problem.beta_dtype}
     kinds |= {"a_log": "fp32" if problem.gate in ("softplus", "bounded") else "", "bias": problem.bias_dtype}
-    kinds |= {"offsets": problem.index if problem.packed else "", "scratch": "fp32", **workspace(problem, narrow)}
-    rows = {"q", "k"} | ({"gate"} if problem.channels and problem.gate else set())
-    whole = (rows if problem.aligned else set()) | {"scratch", *workspace(problem, narrow)}
-    types = pointers(kinds, whole)
-    units = {f"{name}_by": kinds[name] for name in rows} if problem.aligned else {}
+    kinds |= {"offsets": problem.index if problem.packed else "", **made}
+    rows = ({"q", "k"} | ({"gate"} if problem.channels and problem.gate else set())) if problem.aligned else set()
+    types = pointers(kinds, rows | made.keys())
+    units = {f"{name}_by": kinds[name] for name in rows}
     types |= place_types(dict.fromkeys(("q_by", "k_by", "gate_by", "beta_by"), INPUT), units)
-    sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "tiles")
     groups = ("q_group", "k_group", "gate_group", "beta_group", "rate_group", "bias_group")
     types |= size_types((*sizes, *groups), key_dim=problem.key_dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
-    constants |= {name: None for name, kind in kinds.items() if not kind}
-    constants |= {"GATE": problem.gate, "BOUNDED": problem.bounded, "BETA": problem.beta}
-    constants |= {"NORMALIZE": problem.normalize}
+    return types, {"GATE": problem.gate, "BETA": problem.beta, "NORMALIZE": problem.normalize}
+
+
+# Those of all such kernels.
+SIZES = ("sequences", "tokens", "chunks", "heads", "key_dim")
+
+
+def _build_prepare(problem, config):
+    made = {"scratch": "fp32", **workspace(problem, config.operand)}
+    types, constants = types_of(problem, made, (*SIZES, "tiles"))
+    constants |= common(problem, config) | {"BOUNDED": problem.bounded}
     return Build(prepare_kernel, types, constants, num_warps=config.prepare_warps)
 
 

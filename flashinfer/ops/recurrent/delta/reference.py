@@ -13,10 +13,6 @@ from flashinfer.ops.recurrent.layouts import spans
 EPS = 1e-6
 
 
-def run(problem, config, *args):
-    _RUN[type(problem)](problem, *args)
-
-
 def normalized(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
 
@@ -291,6 +287,4 @@ def _decayed_products(x, k, sums):
     return products
 
 
-_RUN = {Step: step, Commit: commit, Chunks: chunks}
-
-IMPLEMENTATION = Implementation(run)
+IMPLEMENTATION = Implementation({Step: step, Commit: commit, Chunks: chunks})

@@ -190,7 +190,6 @@ def _build_scan(problem, config):
     sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "value_dim", "null", "every", "segments", "segment")
     sizes += ("q_group", "k_group", "v_group")
     types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
-    constants |= {name: None for name, kind in kinds.items() if not kind}
     constants |= {"pool.SOURCE": problem.source_dtype, "pool.STATE": problem.state_dtype}
     constants |= {"marks.KIND": mark, "marks.FIRST": problem.first_mark}
     constants |= {"ROWS": config.rows, "CAPABILITY": config.capability}

@@ -164,8 +164,7 @@ def _build_chain(problem, config):
     types |= place_types(dict.fromkeys(("source_by", "state_by"), STATE), {})
     sizes = ("tokens", "heads", "key_dim", "value_dim", "segment", "null")
     types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
-    constants = {name: None for name, kind in kinds.items() if not kind}
-    constants |= {"SOURCE": problem.source_dtype, "STATE": problem.state_dtype, "ROWS": CHAIN_ROWS, "BLOCK": 32}
+    constants = {"SOURCE": problem.source_dtype, "STATE": problem.state_dtype, "ROWS": CHAIN_ROWS, "BLOCK": 32}
     constants |= {"KEYS": common(problem, config)["KEYS"], "CAPABILITY": config.capability}
     return Build(chain_kernel, types, constants, num_warps=8, num_stages=2)
 

@@ -37,8 +37,7 @@ def _build_scan(problem, config) -> Build:
     places = {"out_by": ("row", "token", "head")} | dict.fromkeys(("source_by", "state_by", "marks_by"), STATE)
     types |= place_types(places, {"out_by": problem.out_dtype})
     types |= size_types(("sequences", "tokens", "chunks", "heads", "null", "every", "k_group", "q_group", "v_group"))
-    constants = {name: None for name, kind in kinds.items() if not kind}
-    constants |= {"CHANNELS": problem.channels, "FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype}
+    constants = {"CHANNELS": problem.channels, "FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype}
     constants |= {"STATE": problem.state_dtype, "MARKS": mark, "STAGES": config.stages}
     constants |= {"PARTS": config.parts, "CAPABILITY": config.capability, "COPY_REGISTERS": config.copy_registers}
     return Build(scan_sm90_kernel, types, constants, num_warps=4)

@@ -29,8 +29,8 @@ from flashinfer._core.gluon_compat import (
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid
 from flashinfer.ops.recurrent._device.sequences import chunk_of, span_of
-from flashinfer.ops.recurrent.delta.workspace import INPUT, workspace
-from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
+from flashinfer.ops.recurrent.delta.prepare import SIZES, types_of
+from flashinfer.ops.recurrent.delta.workspace import workspace
 
 TOKENS = gl.constexpr(64)
 BLOCK = gl.constexpr(16)
@@ -404,10 +404,9 @@ def prepare_heads_kernel(
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """heads : heads of a program, which share a key head and a query head. registers : maximum registers a thread."""
+    """heads : heads of a program, which share a key head and a query head."""
 
     heads: int
-    registers: int = 168
 
 
 CONFIGS = tuple(HeadsConfig(heads) for heads in (1, 2, 4))
@@ -421,29 +420,17 @@ def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -
     LAUNCHER(problem, HeadsConfig(heads), grid, *given, *made, *strides, *sizes, *groups, *numbers)
 
 
-def types_of(problem) -> tuple[dict, dict]:
-    """Argument types and constants of the first kernel."""
-    kinds = {"q": problem.dtype, "k": problem.dtype, "gate": problem.gate_dtype, "beta": problem.beta_dtype}
-    kinds |= {"a_log": "fp32" if problem.gate in ("softplus", "bounded") else "", "bias": problem.bias_dtype}
-    kinds |= {"offsets": problem.index if problem.packed else ""}
+def shared_types(problem) -> tuple[dict, dict]:
+    """Argument types and constants of both kernels that make the systems on Hopper."""
     made = {name: kind for name, kind in workspace(problem, "bf16").items() if kind}
-    rows = {"q", "k"} | ({"gate"} if problem.channels and problem.gate else set())
-    types = pointers(kinds | made, rows | made.keys())
-    units = {f"{name}_by": kinds[name] for name in rows}
-    types |= place_types(dict.fromkeys(("q_by", "k_by", "gate_by", "beta_by"), INPUT), units)
-    sizes = ("sequences", "tokens", "chunks", "heads", "key_dim")
-    groups = ("q_group", "k_group", "gate_group", "beta_group", "rate_group", "bias_group")
-    types |= size_types((*sizes, *groups), key_dim=problem.key_dim)
-    types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
-    constants = {name: None for name, kind in kinds.items() if not kind}
-    constants |= {"GATE": problem.gate, "BETA": problem.beta, "NORMALIZE": problem.normalize}
+    types, constants = types_of(problem, made, SIZES)
     return types, constants | {"STRIDE": problem.stride, "KEYS": problem.key_dim}
 
 
 def _build(problem, config):
-    types, constants = types_of(problem)
+    types, constants = shared_types(problem)
     constants |= {"GROUP": config.heads, "HEADS": min(config.heads, 2)}
-    return Build(prepare_heads_kernel, types, constants, num_warps=4, maxnreg=config.registers)
+    return Build(prepare_heads_kernel, types, constants, num_warps=4, maxnreg=168)
 
 
 LAUNCHER = Launcher("delta_prepare_heads", _build)

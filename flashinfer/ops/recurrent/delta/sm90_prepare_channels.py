@@ -14,8 +14,6 @@ Inputs: q, k and gate [rows, tokens, heads, K], beta [rows, tokens, heads]. Outp
 Method: Kimi Team, Kimi Linear, 2025.
 """
 
-from dataclasses import dataclass
-
 from flashinfer._core.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import at_least, log_decay
@@ -33,10 +31,10 @@ from flashinfer.ops.recurrent.delta.sm90_prepare import (
     join_16,
     join_32,
     make_slots,
+    shared_types,
     store_inverse,
     store_lower,
     substitute,
-    types_of,
 )
 
 @gluon.constexpr_function
@@ -224,25 +222,19 @@ def prepare_channels_kernel(
         store_inverse(slots, betas.reshape([TOKENS]), solved + place * (TOKENS * TOKENS), 1)
 
 
-@dataclass(frozen=True)
-class ChannelsConfig:
-    """registers : maximum registers a thread."""
-
-    registers: int = 255
-
-
-CONFIGS = (ChannelsConfig(),)
+# One kernel, without a choice.
+CONFIGS = (None,)
 
 
 def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -> None:
     """Compute all chunks' systems, a decay a channel, into the workspace `made`; arguments as in the kernel."""
     grid = (places * sizes[3], 1, 1)
-    LAUNCHER(problem, CONFIGS[0], grid, *given, *made, *strides, *sizes, *groups, *numbers)
+    LAUNCHER(problem, None, grid, *given, *made, *strides, *sizes, *groups, *numbers)
 
 
-def _build(problem, config):
-    types, constants = types_of(problem)
-    return Build(prepare_channels_kernel, types, constants, num_warps=4, maxnreg=config.registers)
+def _build(problem, config: None):
+    types, constants = shared_types(problem)
+    return Build(prepare_channels_kernel, types, constants, num_warps=4, maxnreg=255)
 
 
 LAUNCHER = Launcher("delta_prepare_channels", _build)

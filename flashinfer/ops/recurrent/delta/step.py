@@ -18,7 +18,7 @@ from flashinfer._core.target import target_of
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
 from flashinfer.ops.recurrent._device.sequences import (
-    head_of, program_of, slot_of, span_of, states_grid, zero_tokens,
+    head_of, program_of, slot_of, states_grid, tokens_of, zero_tokens,
 )  # fmt: skip
 from flashinfer.ops.recurrent._device.states import load_state, store_state, tile_offsets
 from flashinfer.ops.recurrent.delta.config import with_many
@@ -72,17 +72,9 @@ def step_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     kh = head_of(head, shares.k)
 
-    sequence = tl.minimum(n, of.sequences - 1)
-    origin, first, length = span_of(offsets, sequence, of)
+    sequence, origin, first, length = tokens_of(offsets, n, out, out_by, head, row, 1, in_rows, of)
     if SINGLE:
         length = 1
-    if offsets is not None:
-        # The extra program: tokens outside of all sequences have output 0.
-        if n == of.sequences:
-            before = tl.load(offsets).to(tl.int32)
-            zero_tokens(out, out_by, origin, 0, before, head, row, in_rows)
-            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
-            length = 0
     is_sequence = n < of.sequences
 
     slot = slot_of(slots.read, slots.accepted, sequence, read_by, of)
@@ -195,7 +187,7 @@ def step_kernel(
         if pool.FINAL and slots.stop is None:
             store_state(pool.state + write_at, s, inside & (write_slot > of.null), pool.STATE, CAPABILITY)
     elif is_sequence:
-        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, 1, in_rows)
 
 
 _PLACES = {
@@ -270,7 +262,7 @@ def _build(problem, config):
     types |= size_types(_SIZES, key_dim=problem.key_dim, value_dim=problem.value_dim)
     types |= {f"shares.{name}": "fp32" for name in _SHARES}
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "eps", "lower", "sharp", "threshold")}
-    constants = {name: None for name, kind in kinds.items() if not kind} | {
+    constants = {
         "gates.KIND": problem.gate,
         "gates.CHANNELS": problem.channels,
         "gates.BETA": problem.beta,

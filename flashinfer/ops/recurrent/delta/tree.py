@@ -19,7 +19,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import at_least, log_decay, sigmoid, unit_length
-from flashinfer.ops.recurrent._device.sequences import program_of, slot_of, span_of, states_grid, zero_tokens
+from flashinfer.ops.recurrent._device.sequences import program_of, slot_of, states_grid, tokens_of, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.keep import keep_token
 from flashinfer.ops.recurrent.delta.step import input_kinds, kept_kinds, shares
@@ -49,14 +49,8 @@ def tree_kernel(
     in_columns = column < of.key_dim
     inside = in_rows[:, None] & in_columns[None, :]
     kh = head // of.k_group
-    sequence = tl.minimum(n, of.sequences - 1).to(tl.int64)
-    origin, first, length = span_of(offsets, sequence, of)
-    if offsets is not None:
-        # The extra program: tokens outside of all sequences have output 0.
-        if n == of.sequences:
-            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
-            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
-            length = 0
+    sequence, origin, first, length = tokens_of(offsets, n, out, out_by, head, row, 1, in_rows, of)
+    sequence = sequence.to(tl.int64)
     slot = slot_of(slots.read, slots.accepted, sequence, read_by, of)
     if (n < of.sequences) & (slot > of.null):
         s = tl.zeros([ROWS, KEYS], tl.float32)
@@ -151,7 +145,7 @@ def tree_kernel(
         length -= of.most
     if n < of.sequences:
         # Zeros for padding, and for tokens past the table of parents.
-        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, 1, in_rows)
 
 
 _INPUT, _STATE = ("row", "token", "head"), ("slot", "head", "row", "column")
@@ -176,8 +170,7 @@ def _build(problem, config):
     types = pointers(kinds, rows if problem.aligned else ()) | place_types(_PLACES, {})
     types |= size_types(_SIZES, key_dim=problem.key_dim, value_dim=problem.value_dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
-    constants = {name: None for name, kind in kinds.items() if not kind}
-    constants |= {"gates.KIND": problem.gate, "gates.CHANNELS": problem.channels, "gates.BETA": problem.beta}
+    constants = {"gates.KIND": problem.gate, "gates.CHANNELS": problem.channels, "gates.BETA": problem.beta}
     constants |= {"pool.LAYOUT": problem.layout, "pool.EACH": problem.each, "pool.SOURCE": problem.source_dtype}
     constants |= {"pool.STATE": written, "kept.KIND": problem.keep, "NORMALIZE": problem.normalize}
     constants |= {"ROWS": config.rows, "KEYS": power_of_two(problem.key_dim, 16), "TOKENS": problem.tokens}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.recurrent.ssd import config
 
 
@@ -143,12 +143,4 @@ def _long_rows(problem, target) -> str:
     return "a state of more than 256 columns does not fit in registers" if problem.dstate > 256 else ""
 
 
-prefill = Op(
-    "ssd_prefill",
-    Prefill,
-    (
-        Variant("portable", "flashinfer.ops.recurrent.ssd.portable", _long_rows, config.portable),
-        Variant("reference", "flashinfer.ops.recurrent.ssd.reference"),
-    ),
-    _catalog,
-)
+prefill = Op("ssd_prefill", Prefill, portable_only(__name__, config.portable, refuses=_long_rows), _catalog)

@@ -509,7 +509,6 @@ def _build(kernel, problem, config, num_warps: int, num_stages: int = 1) -> Buil
         "PRECISION": "tf32x3" if problem.dtype == "fp32" else "tf32",
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    constants |= {name: None for name, kind in kinds.items() if not kind}
     return Build(kernel, types, constants, num_warps=num_warps, num_stages=num_stages)
 
 

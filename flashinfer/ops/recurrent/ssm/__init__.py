@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.dispatch import Op, portable_only
 from flashinfer.ops.recurrent.ssm import config
 
 # Largest code of states that are stored with a scale.
@@ -267,35 +267,16 @@ def _replays() -> Iterator[Replay]:
     yield Replay(64, 128, "bf16", "bf16", "fp32", state_dtype="i8", packed=True, index="i64")
 
 
-replay = Op(
-    "ssm_replay",
-    Replay,
-    (
-        Variant("portable", "flashinfer.ops.recurrent.ssm.portable_replay", config=config.replay),
-        Variant("reference", "flashinfer.ops.recurrent.ssm.reference_replay"),
-    ),
-    _replays,
-)
 def _materials() -> Iterator[Materialize]:
     yield Materialize(64, 128, "bf16", "fp32", "fp32")
     yield Materialize(64, 128, "bf16", "fp32", "i8", rounds=10)
 
 
+update = Op("ssm_update", Update, portable_only(__name__, config.update), _catalog)
+replay = Op(
+    "ssm_replay", Replay, portable_only(__name__, config.replay, "portable_replay", "reference_replay"), _replays
+)
 materialize = Op(
-    "ssm_materialize",
-    Materialize,
-    (
-        Variant("portable", "flashinfer.ops.recurrent.ssm.portable_materialize", config=config.replay),
-        Variant("reference", "flashinfer.ops.recurrent.ssm.reference_materialize"),
-    ),
-    _materials,
-)
-update = Op(
-    "ssm_update",
-    Update,
-    (
-        Variant("portable", "flashinfer.ops.recurrent.ssm.portable", config=config.update),
-        Variant("reference", "flashinfer.ops.recurrent.ssm.reference"),
-    ),
-    _catalog,
-)
+    "ssm_materialize", Materialize,
+    portable_only(__name__, config.replay, "portable_materialize", "reference_materialize"), _materials,
+)  # fmt: skip

@@ -18,7 +18,7 @@ from flashinfer._core.sizes import power_of_two
 from flashinfer._core.target import target_of
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
-from flashinfer.ops.recurrent._device.sequences import head_of, program_of, span_of, states_grid
+from flashinfer.ops.recurrent._device.sequences import head_of, program_of, states_grid, tokens_of, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state, store_state, tile_offsets
 from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides, table_strides
 from flashinfer.ops.recurrent.ssm import LARGEST
@@ -71,29 +71,8 @@ def put_state(
 
 
 @triton.jit
-def zero_tokens(out, out_by, origin, first, end, head, row, in_rows):
-    for token in range(first, end):
-        at = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
-        tl.store(out + at, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
-
-
-@triton.jit
-def tokens_of(offsets, n, out, out_by, head, row, in_rows, of):
-    """(sequence, origin, first token, length) of program n. One past the last sequence has no tokens: it zeroes the
-    results of those in front of the first sequence and behind the last."""
-    sequence = tl.minimum(n, of.sequences - 1)
-    origin, first, length = span_of(offsets, sequence, of)
-    if offsets is not None:
-        if n == of.sequences:
-            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
-            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
-            length = 0
-    return sequence, origin, first, length
-
-
-@triton.jit
 def _load_token(
-    given, layer, there, origin, token, head, group, row, column, in_rows, in_columns, x_by, dt_by, b_by, c_by, z_by,
+    given, there, origin, token, head, group, row, column, in_rows, in_columns, x_by, dt_by, b_by, c_by, z_by,
     TIED: tl.constexpr,
 ):  # fmt: skip
     """x, dt, B, C and z of a token as stored, if it is `there`; 0 for a z that is not given."""
@@ -134,7 +113,7 @@ def update_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     group = head_of(head, share)
 
-    sequence, origin, first, length = tokens_of(given.offsets, n, given.out, out_by, head, row, in_rows, of)
+    sequence, origin, first, length = tokens_of(given.offsets, n, given.out, out_by, head, row, out_by.dim, in_rows, of)
     if SINGLE:
         length = 1
     is_sequence = n < of.sequences
@@ -152,8 +131,8 @@ def update_kernel(
     # All loads precede a barrier and a branch, which ptxas moves neither them nor their uses across. So none waits for
     # another, but for a slot.
     raw_x, raw_dt, raw_b, raw_c, raw_z = _load_token(
-        given, layer, length > 0, origin, first, head, group, row, column, in_rows, in_columns, x_by, dt_by, b_by, c_by,
-        z_by, TIED,
+        given, length > 0, origin, first, head, group, row, column, in_rows, in_columns, x_by, dt_by, b_by, c_by, z_by,
+        TIED,
     )  # fmt: skip
     bias = 0.0
     if layer.bias is not None:
@@ -187,7 +166,7 @@ def update_kernel(
             if not SINGLE:
                 # Behind the last token it is that one again.
                 next_x, next_dt, next_b, next_c, next_z = _load_token(
-                    given, layer, t >= 0, origin, first + tl.minimum(t + 1, length - 1), head, group, row, column,
+                    given, t >= 0, origin, first + tl.minimum(t + 1, length - 1), head, group, row, column,
                     in_rows, in_columns, x_by, dt_by, b_by, c_by, z_by, TIED,
                 )  # fmt: skip
             value = raw_x.to(tl.float32)
@@ -237,17 +216,14 @@ def update_kernel(
                 if given.z is not None:
                     raw_z = next_z
     elif is_sequence:
-        zero_tokens(given.out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+        end = first.to(tl.int32) + length
+        zero_tokens(given.out, out_by, origin, first.to(tl.int32), end, head, row, out_by.dim, in_rows)
 
 
 _TOKEN, _GROUP = ("row", "token", "head", "dim"), ("row", "token", "group")
-_PLACES = {
-    "x_by": _TOKEN,
-    "dt_by": _TOKEN,
-    "b_by": _GROUP,
-    "c_by": _GROUP,
-    "z_by": _TOKEN,
-    "out_by": _TOKEN,
+# Of Tokens, as `token_strides` gives them.
+TOKEN_PLACES = {"x_by": _TOKEN, "dt_by": _TOKEN, "b_by": _GROUP, "c_by": _GROUP, "z_by": _TOKEN, "out_by": _TOKEN}
+_PLACES = TOKEN_PLACES | {
     "a_by": ("head", "row", "column"),
     "d_by": ("head", "dim"),
     "bias_by": ("head", "dim"),
@@ -279,6 +255,12 @@ def shared_kinds(problem) -> dict[str, str]:
     }
 
 
+def token_strides(tokens) -> list[tuple[int, ...]]:
+    token, group = (0, 1, 2, 3), (0, 1, 2)
+    given = (tokens.x, token), (tokens.dt, token), (tokens.B, group), (tokens.C, group), (tokens.z, token)
+    return [strides(x, dims) for x, dims in (*given, (tokens.out, token))]
+
+
 def _build(problem, config):
     each_scaled = problem.each_dtype in LARGEST
     kinds = shared_kinds(problem) | {
@@ -294,7 +276,7 @@ def _build(problem, config):
     whole = {place: kinds[name] for name, place in rows.items()} if problem.aligned else {}
     types = pointers(kinds, (*rows, "pool.each") if problem.aligned else ()) | place_types(_PLACES, whole)
     types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate) | {"share": "fp32"}
-    constants = {name: None for name, kind in kinds.items() if not kind} | {
+    constants = {
         "TIED": problem.tied,
         "SOFTPLUS": problem.softplus,
         "EACH": problem.each,
@@ -333,11 +315,9 @@ def run(problem, config, tokens, layer, pool):
     sizes += (pool.pad, buffers, steps, *columns)
     given = [*tokens[:6], tokens.offsets, *layer, pool.state, pool.scale, pool.each, pool.each_scale]
     given += [pool.read, pool.write, pool.rows, pool.accepted, pool.seed if problem.rounds else None]
-    token, group = (0, 1, 2, 3), (0, 1, 2)
-    places = [strides(tokens.x, token), strides(tokens.dt, token), strides(tokens.B, group), strides(tokens.C, group)]
-    places += [strides(tokens.z, token), strides(tokens.out, token), strides(layer.A, group)]
+    places = [*token_strides(tokens), strides(layer.A, (0, 1, 2))]
     places += [strides(x, (0, 1)) for x in (layer.D, layer.bias)]
-    places += [strides(pool.state, group), strides(pool.scale, group)]
+    places += [strides(x, (0, 1, 2)) for x in (pool.state, pool.scale)]
     places += [table_strides(x) for x in (pool.read, pool.write)]
     many = with_many(problem, config)
     programs = tokens.sequences * heads * triton.cdiv(dim, config.rows)

@@ -100,7 +100,7 @@ _SIZES = ("batch", "heads", "repeat", "length", "pad", "blocks")
 
 def _build(problem, config):
     types = {f"layers.{name}": "*i64" for name in _TABLES} | dict.fromkeys(_REQUESTS, "*i32")
-    types |= {"seed": "*i64"} if problem.rounds else {}
+    types |= {"seed": "*i64" if problem.rounds else None}
     types |= {f"of.{name}": "i32" for name in _SIZES}
     constants = {
         "SCALED": problem.state_dtype in LARGEST,
@@ -115,7 +115,7 @@ def _build(problem, config):
         "ROWS": config.rows,
         "COLUMNS": power_of_two(problem.dstate, 16),
         "CAPABILITY": config.capability,
-    } | ({} if problem.rounds else {"seed": None})
+    }
     return Build(materialize_kernel, types, constants, num_warps=config.num_warps)
 
 

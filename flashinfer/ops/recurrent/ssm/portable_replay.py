@@ -18,11 +18,11 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.sizes import power_of_two
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
-from flashinfer.ops.recurrent._device.sequences import program_of, states_grid
+from flashinfer.ops.recurrent._device.sequences import program_of, states_grid, tokens_of, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state
 from flashinfer.ops.recurrent.launching import arguments, place_types, pointers, size_types, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
-from flashinfer.ops.recurrent.ssm.portable import put_state, shared_kinds, tokens_of, zero_tokens
+from flashinfer.ops.recurrent.ssm.portable import TOKEN_PLACES, put_state, shared_kinds, token_strides
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def replay_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     group = head // of.repeat
 
-    sequence, origin, first, length = tokens_of(given.offsets, n, given.out, out_by, head, row, in_rows, of)
+    sequence, origin, first, length = tokens_of(given.offsets, n, given.out, out_by, head, row, out_by.dim, in_rows, of)
     slot = sequence.to(tl.int64)
     if read is not None:
         slot = tl.load(read + slot).to(tl.int64)
@@ -97,17 +97,11 @@ def replay_kernel(
             tl.store(at_b + to * rb_by.token + column, raw_b, in_columns & (block == 0) & (head % of.repeat == 0))
             tl.store(at_dt + to * rdt_by.token, step, block == 0)
     elif n < of.sequences:
-        zero_tokens(given.out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+        end = first.to(tl.int32) + length
+        zero_tokens(given.out, out_by, origin, first.to(tl.int32), end, head, row, out_by.dim, in_rows)
 
 
-_TOKEN, _GROUP = ("row", "token", "head", "dim"), ("row", "token", "group")
-_PLACES = {
-    "x_by": _TOKEN,
-    "dt_by": _TOKEN,
-    "b_by": _GROUP,
-    "c_by": _GROUP,
-    "z_by": _TOKEN,
-    "out_by": _TOKEN,
+_PLACES = TOKEN_PLACES | {
     "a_by": ("head",),
     "d_by": ("head", "dim"),
     "bias_by": ("head",),
@@ -134,7 +128,7 @@ def _build(problem, config):
     whole = {place: kinds[name] for name, place in rows.items()} if problem.aligned else {}
     types = pointers(kinds, rows if problem.aligned else ()) | place_types(_PLACES, whole)
     types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate)
-    constants = {name: None for name, kind in kinds.items() if not kind} | {
+    constants = {
         "SOFTPLUS": problem.softplus,
         "STATE": problem.state_dtype,
         "LARGEST": LARGEST.get(problem.state_dtype, 0),
@@ -157,11 +151,8 @@ def run(problem, config, tokens, layer, pool, ring):
     sizes = (tokens.sequences, count, heads // tokens.B.shape[2], len(pool.state), pool.pad, ring.length, ring.most)
     given = [*tokens[:6], tokens.offsets, *layer, pool.state, pool.scale, *ring[:5], pool.read]
     given += [pool.seed if problem.rounds else None]
-    token, group = (0, 1, 2, 3), (0, 1, 2)
-    places = [strides(tokens.x, token), strides(tokens.dt, token), strides(tokens.B, group), strides(tokens.C, group)]
-    places += [strides(tokens.z, token), strides(tokens.out, token), strides(layer.A, (0,))]
-    places += [strides(layer.D, (0, 1)), strides(layer.bias, (0,)), strides(pool.state, group)]
-    places += [strides(x, group) for x in (pool.scale, ring.x, ring.B, ring.dt)]
+    places = [*token_strides(tokens), strides(layer.A, (0,)), strides(layer.D, (0, 1)), strides(layer.bias, (0,))]
+    places += [strides(x, (0, 1, 2)) for x in (pool.state, pool.scale, ring.x, ring.B, ring.dt)]
     grid = states_grid(tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
     launch(problem, config, grid, *arguments(given, places), *sizes)
 
