@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from flashinfer._core.parameters import Layout
 from flashinfer._core.precompile import catalog_jobs, precompile
 from flashinfer._core.target import GPU_ARCHS, named
 from flashinfer.ops import all_ops
@@ -136,8 +137,7 @@ class Written(Exception):
 
 def ptx_of(job):
     """What Triton writes for a job, without its target's name."""
-    launcher = next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
-    ptx = ptx_of_build(launcher.build(job.problem, job.config), job.arch)
+    ptx = ptx_of_build(launcher_of(job).build(job.problem, job.config), job.arch)
     return re.sub(r"^\.target .*$", "", ptx, flags=re.MULTILINE)
 
 
@@ -186,14 +186,31 @@ def compare_alike():
     return found
 
 
+def launcher_of(job):
+    return next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
+
+
+def misfit(job, record):
+    """What is wrong with a compiled kernel's parameters, which a launch writes by its launcher's list; or nothing."""
+    kernel = json.loads(Path(record.path).read_text())["kernel"]
+    try:
+        Layout(job.launcher, launcher_of(job).build(job.problem, job.config), kernel)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def main(folder, highest):
     """Compile into `folder`; print the records, and for the lowest Triton how alike chips are, as JSON."""
-    jobs, done, start = list(all_jobs(highest)), [], time.perf_counter()
+    start, done = time.perf_counter(), []
+    jobs = {(job.module, job.launcher, job.arch, job.problem, job.config): job for job in all_jobs(highest)}
+    jobs, total = list(jobs.values()), len(jobs)
     # The workers of pytest share the cores.
     processes = max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
-    total = len({(job.module, job.launcher, job.arch, job.problem, job.config) for job in jobs})
 
     def show(record):
+        if not record.error:
+            record = replace(record, error=misfit(jobs[len(done)], record))
         done.append(record)
         if len(done) % 50 == 0 or len(done) == total:
             failed, minutes = sum(bool(r.error) for r in done), (time.perf_counter() - start) / 60
