@@ -2,9 +2,9 @@
 
 Of each op's catalog it takes for each variant problems that show every value of every field in it, so that each branch
 of each kernel is there. The two Tritons share them, and deal them to the chips in turn. Both compile every kernel
-for Hopper and for a chip before it: the lowest writes the same PTX for all of those, which samples show. Of the chips
-after Hopper the lowest has one and the highest has the others. A chip's own kernels are compiled for all of their
-problems by the lowest, and for every second one by the highest.
+for Hopper and for a chip before it: the lowest writes the same PTX for all of those, which samples show. After Hopper
+one of them compiles it for a chip with tcgen05 (100a and 103a in turn), the other for 120a. A chip's own kernels are
+compiled for all of their problems by the lowest, and for every second one by the highest.
 `make matrix` runs it; FLASHINFER_TEST_TRITON names the folder of the highest Triton.
 """
 
@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import lru_cache
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -34,6 +35,8 @@ OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
 # Chips before Hopper, for which the lowest Triton writes the same PTX but for its target's name, and after it.
 OLDER, NEWER = ("80", "86", "89"), ("100a", "103a", "120a")
+# Of NEWER what the lowest Triton has, and the highest, from kernel to kernel: on one of them a chip with tcgen05.
+TURNS = ("100a", "120a"), ("120a", "103a"), ("103a", "120a"), ("120a", "100a")
 # Launchers that show it: reductions, exponentials, scans, gathers, matrix products in a pipeline.
 SAMPLES = {"norm", "sampling_statistics", "top_k_sort", "moe_finalize", "dense_gemm"}
 
@@ -73,6 +76,7 @@ class Covering:
         return shown
 
 
+@lru_cache(maxsize=None)
 def jobs_by_kernel():
     """{kernel: {problem: {arch: job}}}."""
     kernels = defaultdict(lambda: defaultdict(dict))
@@ -110,11 +114,11 @@ def alike(by_arch):
 def chips_of(by_arch, highest, place):
     """{arch: job} with the chips that a Triton compiles it for, in turn by `place`."""
     older, newer = ([arch for arch in archs if arch in by_arch] for archs in (OLDER, NEWER))
+    left_out = set(newer) - {TURNS[place % len(TURNS)][highest] if len(newer) > 1 else "".join(newer)}
     if not highest:
         older = [job.arch for job in alike(by_arch)]
-    first_older, first_newer = ({archs[place % len(archs)]} if archs else set() for archs in (older, newer))
-    others = set(newer) - first_newer
-    left_out = set(older) - first_older | (first_newer if highest and others else set() if highest else others)
+    if older:
+        left_out |= set(older) - {older[place % len(older)]}
     return {arch: job for arch, job in by_arch.items() if arch not in left_out}
 
 
