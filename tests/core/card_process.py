@@ -1,10 +1,10 @@
 """A process with a card that is not there, for functions of tests."""
 
 import hashlib
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+
+from tests import forked
 
 
 @contextmanager
@@ -15,9 +15,8 @@ def card_process(base, machine_code=False):
     is what their launcher says of them. What looks at a kernel's body is called with `whole`, and gets PTX that nobody
     optimised. Their cache is in `base`.
     """
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_insert, initargs=(base, machine_code)) as process:
-        yield lambda function, *args, whole=False: process.submit(_with_card, function, args, whole).result()
+    with forked.process(_insert, base, machine_code) as call:
+        yield lambda function, *args, whole=False: call(_with_card, function, args, whole)
 
 
 def _insert(base, machine_code):
