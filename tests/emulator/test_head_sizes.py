@@ -62,7 +62,7 @@ def test_quickly(dim, page_size, kv_layout):
     check(attended(x, CAUSAL, 1, page_size, kv_layout), x, CAUSAL)
 
 
-@pytest.mark.parametrize("dim, page_size, kv_layout", QUICK)
+@pytest.mark.parametrize("dim, page_size, kv_layout", QUICK[:3])
 def test_neighbours_that_are_nan_quickly(dim, page_size, kv_layout):
     check_poisoned(dim, page_size, kv_layout, 1)
 
