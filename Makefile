@@ -36,7 +36,8 @@ hostile: $(VENV)/.test
 	@$(PYTEST) -m matrix --numprocesses 2 --dist worksteal $(HOSTILE)
 
 matrix: $(VENV)/.test
-	@$(PYTEST) -m "matrix and not gpu" --numprocesses 2 --dist worksteal --deselect $(HOSTILE)
+	@$(PYTEST) -m "matrix and not gpu" --numprocesses 2 --dist worksteal --deselect $(HOSTILE) \
+		$$(grep -rl --include='test_*.py' 'mark\.matrix' tests)
 	@$(PYTEST) --fuzz 1500 --fuzz-seed 500 --numprocesses 2 --dist worksteal tests/fuzz/test_fuzz.py
 
 wheel: $(VENV)/.test

@@ -1,10 +1,12 @@
-"""Programs in processes that have torch and Triton already: each is forked from one that imported them, and no more."""
+"""Processes that have torch already, or torch and Triton: each is forked from one that imported them, and no more."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,3 +50,44 @@ def python_with_torch():
 
         yield run
         server.stdin.close()
+
+
+def _context():
+    """Of multiprocessing. Its processes have torch, and the environment of the first of them until another is taken."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])
+    return context
+
+
+def _take(environment):
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@contextmanager
+def process(begin, *arguments):
+    """Gives what calls functions of modules in a process with torch, in this one's environment, after `begin` there."""
+    given = dict(os.environ), begin, arguments
+    with ProcessPoolExecutor(1, mp_context=_context(), initializer=_begin, initargs=given) as executor:
+        yield lambda function, *args, **named: executor.submit(function, *args, **named).result()
+
+
+def _begin(environment, begin, arguments):
+    _take(environment)
+    begin(*arguments)
+
+
+def start(function, *arguments, out, **variables):
+    """A process that calls a function of a module, in this one's environment with the variables given; it writes to the
+    file `out`."""
+    started = _context().Process(target=_write, args=(os.environ | variables, str(out), function, arguments))
+    started.start()
+    return started
+
+
+def _write(environment, out, function, arguments):
+    _take(environment)
+    file = os.open(out, os.O_WRONLY | os.O_CREAT)
+    for place in (1, 2):
+        os.dup2(file, place)
+    function(*arguments)

@@ -1,12 +1,10 @@
 """A process whose Triton compiles: in the suite's own it interprets."""
 
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.forked import python_with_torch
+from tests import forked
 
 
 def forget_interpreter():
@@ -16,15 +14,14 @@ def forget_interpreter():
 @pytest.fixture(scope="session")
 def in_triton():
     """Calls a module-level function with picklable arguments in a process where kernels are compiled."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=forget_interpreter) as process:
-        yield lambda function, *args: process.submit(function, *args).result()
+    with forked.process(forget_interpreter) as call:
+        yield call
 
 
 @pytest.fixture(scope="session")
 def run_python():
     """Runs a program with the environment variables given, where torch is imported already."""
-    with python_with_torch() as run:
+    with forked.python_with_torch() as run:
         yield run
 
 

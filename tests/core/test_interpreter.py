@@ -12,11 +12,15 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
+from tests.pairs import pairs
+
 TYPES = (
     "int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp8e5", "fp8e4nv", "fp16",
     "bf16", "fp32", "fp64",
 )  # fmt: skip
 SHAPES = ((), (1,), (4,), (2, 4), (2, 1), (8,))
+# The types that operators answer at once, and one that they do not.
+NAMES = ("fp32", "int32", "int64", "int1")
 NUMBERS = (
     True, False, 0, 1, -1, 2, 127, 128, -128, -129, 255, 256, 2**31 - 1, 2**31, -(2**31) - 1, 2**32 - 1, 2**32,
     2**63 - 1, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 0.0, -0.0, 1.0, -1.5, 1e-40, 1e39, 1e300, float("inf"),
@@ -64,10 +68,10 @@ def outcomes():
     interpreter._patch_lang_core(tl, scope)
     try:
         tensors = [tensor_of(name, shape) for name in TYPES for shape in ((), (4,))]
-        pairs = list(product(tensors, tensors))
-        pairs += [pair for x, n in product([*tensors, pointer()], NUMBERS) for pair in ((x, n), (n, x))]
-        pairs += [(pointer(), x) for x in tensors] + [(x, pointer()) for x in tensors]
-        for (a, b), chosen in product(pairs, flags):
+        operands = list(product(tensors, tensors))
+        operands += [pair for x, n in product([*tensors, pointer()], NUMBERS) for pair in ((x, n), (n, x))]
+        operands += [(pointer(), x) for x in tensors] + [(x, pointer()) for x in tensors]
+        for (a, b), chosen in product(operands, flags):
             allowed = ("allow_lhs_ptr",) * a_pointer(a) + ("allow_rhs_ptr",) * a_pointer(b)
             for pointers in ({}, *({name: True} for name in allowed)):
                 yield outcome(semantic.binary_op_type_checking_impl, a, b, **pointers, **chosen)
@@ -99,13 +103,15 @@ OPERATORS = (
 def operators(tensors):
     """What a kernel's operators make of tensors of all types, of shapes, pointers and numbers."""
     interpreter._patch_builtin(core.tensor, interpreter.interpreter_builder, interpreter._LangPatchScope())
-    shaped = [tensor_of(name, shape) for name in ("fp32", "int32", "int64", "int1") for shape in SHAPES]
+    shaped = [tensor_of(name, shape) for name in NAMES for shape in SHAPES]
     rows = [tensor_of(name, shape) for name in ("fp32", "int16") for shape in ((4, 1), (1, 8), (2, 1, 4), (1, 4, 1))]
     alone = [x for x in tensors if not x.type.is_block()]
-    pairs = [*product(alone, alone), *product(shaped, shaped), *product(rows, rows)]
-    pairs += [(pointer(), x) for x in (*alone, *shaped)] + [(x, pointer()) for x in alone]
-    pairs += list(product([*alone, pointer(), shaped[2], shaped[8]], (*NUMBERS, *map(core.constexpr, (2, 0.5, -1)))))
-    for (a, b), name in product(pairs, OPERATORS):
+    both = pairs(NAMES, SHAPES, NAMES, SHAPES)
+    operands = [*product(alone, alone), *((tensor_of(*row[:2]), tensor_of(*row[2:])) for row in both)]
+    operands += product(rows, rows)
+    operands += [(pointer(), x) for x in (*alone, *shaped)] + [(x, pointer()) for x in alone]
+    operands += list(product([*alone, pointer(), shaped[2], shaped[8]], (*NUMBERS, *map(core.constexpr, (2, 0.5, -1)))))
+    for (a, b), name in product(operands, OPERATORS):
         yield outcome(getattr(core.tensor, name), a, b)
     interpreter._patch_builtin(tl, interpreter.interpreter_builder, interpreter._LangPatchScope())
     conditions = [tensor_of("int1", shape) for shape in SHAPES] + [tensor_of("int32", (4,)), True]

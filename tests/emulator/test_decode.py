@@ -28,14 +28,19 @@ def test_decode_quickly():
     check_decode(kv_dtype=E4M3, arch="80")
 
 
-def test_more_splits_than_are_combined_in_one_level():
+FIXED = dict(heads=(8, 1), plan=dict(fixed_split_size=32))
+
+
+@pytest.mark.parametrize("case", (
+    dict(kv=(64 * FEW + 1, 70), **FIXED),
+    pytest.param(dict(kv=(64 * FEW,), kv_dtype=E4M3, **FIXED), marks=pytest.mark.matrix),
+    pytest.param(dict(heads=(2, 1), kv=(25000,), dim=16, sms=132), marks=pytest.mark.matrix),
+), ids=str)  # fmt: skip
+def test_more_splits_than_are_combined_in_one_level(case):
     """One more, of 64 keys; twice as many in FP8, of 32; those of a long request on a whole chip."""
-    fixed = dict(heads=(8, 1), plan=dict(fixed_split_size=32))
-    for case in (dict(kv=(64 * FEW + 1, 70), **fixed), dict(kv=(64 * FEW,), kv_dtype=E4M3, **fixed),
-                 dict(heads=(2, 1), kv=(25000,), dim=16, sms=132)):  # fmt: skip
-        places = set()
-        check_decode(watch=lambda _, place: places.add(place), **case)
-        assert any("_combine_group" in place for place in places)
+    places = set()
+    check_decode(watch=lambda _, place: places.add(place), **case)
+    assert any("_combine_group" in place for place in places)
 
 
 @pytest.mark.parametrize("counter", (0, 1))

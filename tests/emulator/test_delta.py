@@ -16,6 +16,7 @@ from flashinfer.testing.emulator import emulate
 from flashinfer.testing.emulator.memory import TensorMap
 from tests.emulator.test_faults import undetected
 from tests.ops.recurrent.oracle import recurrence
+from tests.pairs import pairs
 
 NAN = float("nan")
 DIM = 128
@@ -240,9 +241,9 @@ def test_states_on_the_way(first):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("heads", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+@pytest.mark.parametrize("seed, channels, heads", pairs(
+    range(3), [False, True], [(2, 1, 2), (1, 2, 2), (2, 2, 1)]
+), ids=str)  # fmt: skip
 def test_scan(seed, channels, heads):
     Case([1, 3, 64, 0, 131, 192], heads, 128, channels).check(seed)
 

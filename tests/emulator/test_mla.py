@@ -5,6 +5,7 @@ import torch
 
 from flashinfer.testing.emulator import emulate
 from tests.ops.attention.mla import test_sm90 as mla
+from tests.pairs import pairs
 
 HALF, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 CPU = torch.device("cpu")
@@ -70,10 +71,9 @@ def test_sinks_and_factors(seed, kv_dtype):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kv_dtype", (BF16, E4M3))
-@pytest.mark.parametrize(
-    "page, heads, count, top_k", ((64, 16, 3, 40), (1, 16, 3, 200), (5, 21, 4, 100), (64, 128, 5, 600))
-)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_keys_named_one_by_one(seed, page, heads, count, top_k, kv_dtype):
-    check(seed, mla.test_keys_named_one_by_one, page, heads, count, top_k, kv_dtype, CPU)
+@pytest.mark.parametrize("seed, case, kv_dtype", pairs(
+    SEEDS, ((64, 16, 3, 40), (1, 16, 3, 200), (5, 21, 4, 100), (64, 128, 5, 600)), (BF16, E4M3)
+), ids=str)  # fmt: skip
+def test_keys_named_one_by_one(seed, case, kv_dtype):
+    """Of pages, for heads, queries and keys so many."""
+    check(seed, mla.test_keys_named_one_by_one, *case, kv_dtype, CPU)

@@ -6,6 +6,7 @@ import torch
 from flashinfer.testing.emulator import emulate
 from tests.ops.moe.experts import test_fragments as fragments
 from tests.ops.moe.experts import test_hopper as experts
+from tests.pairs import pairs
 
 CPU = torch.device("cpu")
 
@@ -21,12 +22,11 @@ def test_products_quickly():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("tokens", (1, 150))
-@pytest.mark.parametrize("n, k", ((288, 208), (512, 256)))
-@pytest.mark.parametrize("encoding", experts.ENCODINGS)
-@pytest.mark.parametrize("seed", (0, 1))
-def test_products(seed, encoding, n, k, tokens):
-    check(seed, encoding, n, k, tokens)
+@pytest.mark.parametrize("seed, encoding, sizes, tokens", pairs(
+    (0, 1), experts.ENCODINGS, ((288, 208), (512, 256)), (1, 150)
+), ids=str)  # fmt: skip
+def test_products(seed, encoding, sizes, tokens):
+    check(seed, encoding, *sizes, tokens)
 
 
 def check_fragments(seed, n, k, tile, tokens):
@@ -48,8 +48,6 @@ def test_factors_of_fragments(tile):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("tokens", (1, 150))
-@pytest.mark.parametrize("n, k, tile", fragments.SIZES)
-@pytest.mark.parametrize("seed", (0, 1, 2))
-def test_fragments(seed, n, k, tile, tokens):
-    check_fragments(seed, n, k, tile, tokens)
+@pytest.mark.parametrize("seed, sizes, tokens", pairs((0, 1, 2), fragments.SIZES, (1, 150)), ids=str)
+def test_fragments(seed, sizes, tokens):
+    check_fragments(seed, *sizes, tokens)

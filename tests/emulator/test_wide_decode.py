@@ -140,10 +140,11 @@ def test_options(options, dims):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("group, tokens", ((8, 4), (16, 2), (16, 4), (5, 6), (64, 1)))
-@pytest.mark.parametrize("kv_dtype", (None, E4M3))
-@pytest.mark.parametrize("dims", ((256, 256), (192, 128)))
-def test_tiles_of_32_and_64_rows(group, tokens, kv_dtype, dims):
+@pytest.mark.parametrize("rows, kv_dtype, dims", pairs(
+    ((8, 4), (16, 2), (16, 4), (5, 6), (64, 1)), (None, E4M3), ((256, 256), (192, 128))
+), ids=str)  # fmt: skip
+def test_tiles_of_32_and_64_rows(rows, kv_dtype, dims):
+    group, tokens = rows
     options = Options(causal=True, window_left=90)
     x = batch(dims, group, (tokens,) * 3, (tokens, 77, 400), kv_dtype=kv_dtype)
     check(attended(x, options), x, options)

@@ -2,9 +2,9 @@
 
 Of each op's catalog it takes for each variant problems that show every value of every field in it, so that each branch
 of each kernel is there. The two Tritons share them, and deal them to the chips in turn. Both compile every kernel
-for Hopper and for a chip before it: the lowest writes the same PTX for all of those, which samples show. Of the chips
-after Hopper the lowest has one and the highest has the others. A chip's own kernels are compiled for all of their
-problems by the lowest, and for every second one by the highest.
+for Hopper and for a chip before it: the lowest writes the same PTX for all of those, which samples show. After Hopper
+one of them compiles it for a chip with tcgen05 (100a and 103a in turn), the other for 120a. A chip's own kernels are
+compiled for all of their problems by the lowest, and for every second one by the highest.
 `make matrix` runs it; FLASHINFER_TEST_TRITON names the folder of the highest Triton.
 """
 
@@ -17,12 +17,14 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import lru_cache
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
+from flashinfer._core.parameters import Layout
 from flashinfer._core.precompile import catalog_jobs, precompile
 from flashinfer._core.target import GPU_ARCHS, named
 from flashinfer.ops import all_ops
@@ -33,6 +35,8 @@ OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
 # Chips before Hopper, for which the lowest Triton writes the same PTX but for its target's name, and after it.
 OLDER, NEWER = ("80", "86", "89"), ("100a", "103a", "120a")
+# Of NEWER what the lowest Triton has, and the highest, from kernel to kernel: on one of them a chip with tcgen05.
+TURNS = ("100a", "120a"), ("120a", "103a"), ("103a", "120a"), ("120a", "100a")
 # Launchers that show it: reductions, exponentials, scans, gathers, matrix products in a pipeline.
 SAMPLES = {"norm", "sampling_statistics", "top_k_sort", "moe_finalize", "dense_gemm"}
 
@@ -72,6 +76,7 @@ class Covering:
         return shown
 
 
+@lru_cache(maxsize=None)
 def jobs_by_kernel():
     """{kernel: {problem: {arch: job}}}."""
     kernels = defaultdict(lambda: defaultdict(dict))
@@ -109,11 +114,11 @@ def alike(by_arch):
 def chips_of(by_arch, highest, place):
     """{arch: job} with the chips that a Triton compiles it for, in turn by `place`."""
     older, newer = ([arch for arch in archs if arch in by_arch] for archs in (OLDER, NEWER))
+    left_out = set(newer) - {TURNS[place % len(TURNS)][highest] if len(newer) > 1 else "".join(newer)}
     if not highest:
         older = [job.arch for job in alike(by_arch)]
-    first_older, first_newer = ({archs[place % len(archs)]} if archs else set() for archs in (older, newer))
-    others = set(newer) - first_newer
-    left_out = set(older) - first_older | (first_newer if highest and others else set() if highest else others)
+    if older:
+        left_out |= set(older) - {older[place % len(older)]}
     return {arch: job for arch, job in by_arch.items() if arch not in left_out}
 
 
@@ -136,8 +141,7 @@ class Written(Exception):
 
 def ptx_of(job):
     """What Triton writes for a job, without its target's name."""
-    launcher = next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
-    ptx = ptx_of_build(launcher.build(job.problem, job.config), job.arch)
+    ptx = ptx_of_build(launcher_of(job).build(job.problem, job.config), job.arch)
     return re.sub(r"^\.target .*$", "", ptx, flags=re.MULTILINE)
 
 
@@ -186,14 +190,31 @@ def compare_alike():
     return found
 
 
+def launcher_of(job):
+    return next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
+
+
+def misfit(job, record):
+    """What is wrong with a compiled kernel's parameters, which a launch writes by its launcher's list; or nothing."""
+    kernel = json.loads(Path(record.path).read_text())["kernel"]
+    try:
+        Layout(job.launcher, launcher_of(job).build(job.problem, job.config), kernel)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def main(folder, highest):
     """Compile into `folder`; print the records, and for the lowest Triton how alike chips are, as JSON."""
-    jobs, done, start = list(all_jobs(highest)), [], time.perf_counter()
+    start, done = time.perf_counter(), []
+    jobs = {(job.module, job.launcher, job.arch, job.problem, job.config): job for job in all_jobs(highest)}
+    jobs, total = list(jobs.values()), len(jobs)
     # The workers of pytest share the cores.
     processes = max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
-    total = len({(job.module, job.launcher, job.arch, job.problem, job.config) for job in jobs})
 
     def show(record):
+        if not record.error:
+            record = replace(record, error=misfit(jobs[len(done)], record))
         done.append(record)
         if len(done) % 50 == 0 or len(done) == total:
             failed, minutes = sum(bool(r.error) for r in done), (time.perf_counter() - start) / 60

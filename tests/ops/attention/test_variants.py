@@ -2,8 +2,6 @@
 
 import inspect
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Callable
 
@@ -18,6 +16,7 @@ from flashinfer.ops.attention.evaluate import evaluate
 from flashinfer.ops.attention.prefill import prefill
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
+from tests import forked
 from tests.core.conftest import forget_interpreter
 from tests.ops.attention import compiling_variants as compiling
 from tests.ops.attention import samples_arithmetic as arithmetic
@@ -423,9 +422,8 @@ def test_the_reference_computes_as_triton_does(function, device):
 @pytest.fixture(scope="module")
 def in_triton():
     """Calls a module-level function in a process where kernels are compiled."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=forget_interpreter) as process:
-        yield lambda function, *args, **kwargs: process.submit(function, *args, **kwargs).result()
+    with forked.process(forget_interpreter) as call:
+        yield call
 
 
 def test_key():

@@ -4,13 +4,13 @@ import faulthandler
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests import forked
+
 # Seconds that ranks have to end in, once another has failed.
 AFTER_A_FAILURE = 5
 
@@ -22,46 +22,39 @@ def run(world, function, folder, *arguments, timeout=120, device="cpu", killed=(
     device : "cuda" is a GPU for each rank, "cuda:0" one that all share, without NCCL, which refuses that."""
     # Of this run alone: ranks that read what those of another run left in the store wait for these for ever.
     folder = Path(tempfile.mkdtemp(dir=folder))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"TRITON_INTERPRET": "0"}
-    outputs = [open(folder / f"rank{rank}", "w+") for rank in range(world)]
-    command = [sys.executable, "-m", __name__, function, str(world), str(folder / "store"), str(device)]
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": "0"}
+    outputs = [folder / f"rank{rank}" for rank in range(world)]
     children = [
-        subprocess.Popen([*command, str(rank), *map(str, arguments)], cwd=ROOT, env=environment, stdout=out, stderr=out)
+        forked.start(main, function, world, str(device), folder / "store", rank, *arguments, out=out, **variables)
         for rank, out in enumerate(outputs)
     ]
     end = time.monotonic() + timeout
     try:
-        while None in (codes := [child.poll() for child in children]) and time.monotonic() < end:
+        while None in (codes := [child.exitcode for child in children]) and time.monotonic() < end:
             if any(code for rank, code in enumerate(codes) if rank not in killed):
                 # The others may wait for it until their deadline.
                 end = min(end, time.monotonic() + AFTER_A_FAILURE)
             time.sleep(0.02)
         for child in children:
-            if child.poll() is None:
+            if child.exitcode is None:
                 # It says where it stands.
-                child.send_signal(signal.SIGABRT)
+                os.kill(child.pid, signal.SIGABRT)
                 time.sleep(0.5)
     finally:
         for child in children:
-            if child.poll() is None:
-                child.kill()
-        said = []
-        for out in outputs:
-            out.seek(0)
-            said.append(out.read())
-            out.close()
-    ended = [child.returncode for child in children]
+            child.kill()
+            child.join()
+    said = [out.read_text() for out in outputs]
+    ended = [child.exitcode for child in children]
     assert ended == [-signal.SIGKILL if rank in killed else 0 for rank in range(world)], f"{ended}\n" + "\n".join(said)
     return [text.splitlines() for text in said]
 
 
-def main(function, world, store, device, rank, *arguments):
+def main(function, world, device, store, rank, *arguments):
     import torch
     import torch.distributed as dist
 
     faulthandler.enable()
-    world, rank = int(world), int(rank)
     own = device == "cuda"
     device = torch.device(device, rank) if own else torch.device(device)
     if device.type == "cuda":
@@ -74,7 +67,3 @@ def main(function, world, store, device, rank, *arguments):
     sys.stdout.flush()
     # Without the teardown of groups, which waits for ranks that a test has killed.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

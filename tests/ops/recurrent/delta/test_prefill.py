@@ -174,7 +174,9 @@ def test_then_decode(backend, device):
     assert_near(before, final.double())
 
 
-@pytest.mark.parametrize("tokens", [24576, pytest.param(102400, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "tokens", [6144, pytest.param(24576, marks=pytest.mark.matrix), pytest.param(102400, marks=pytest.mark.gpu)]
+)
 def test_a_long_prompt_does_not_drift(device, tokens):
     """Slow decays: the state errs as it does after an eighth of the tokens. On a CPU, that of the reference."""
     prompt = Prompt([tokens], (1, 1, 2), (16, 16), device=device)
