@@ -117,16 +117,17 @@ def moe_a2a_initialize(
 def moe_a2a_wrap_payload_tensor_in_workspace(
     workspace: torch.Tensor, leading_shape: list[int], slice_start: int, slice_end: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Bytes `slice_start` to `slice_end` of this rank's row of a workspace, as a tensor [*leading_shape, rest].
+    """Bytes `slice_start` to `slice_end` of a workspace, as a tensor [*leading_shape, rest].
 
     Parameters
     ----------
     workspace : torch.Tensor
-        uint8 [ep_size, bytes], of `MoeAlltoAll.get_workspace`, or one row of it.
+        [ep_size, .], of `MoeAlltoAll.get_workspace`, or one row of it; any dtype, rows contiguous.
     leading_shape : list of int
         Of the result, without its last dimension.
     slice_start, slice_end : int
-        Bytes of the row: from a multiple of an element's size on, as many as fill the shape.
+        Bytes from the workspace's begin on, all in one row: from a multiple of an element's size on, as many as fill
+        the shape. All rows of a workspace that stands for ranks show the first.
     dtype : torch.dtype
         Of the result.
 
@@ -148,18 +149,20 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     >>> moe_a2a_wrap_payload_tensor_in_workspace(workspace, [1, 4], 0, 64, torch.float32).shape
     torch.Size([1, 4, 4])
     """
-    fits = workspace.dtype == torch.uint8 and workspace.dim() in (1, 2) and workspace.shape[0] > 0
-    contiguous = fits and workspace.stride(-1) == 1
+    fits = workspace.dim() in (1, 2) and workspace.shape[0] > 0 and workspace.stride(-1) == 1
     got = f"{workspace.dtype} {tuple(workspace.shape)}, strides {workspace.stride()}"
-    require(contiguous, "workspace", got, "uint8 [ep_size, bytes], or one row of it, bytes side by side")
-    row = workspace if workspace.dim() == 1 else workspace[0]
+    require(fits, "workspace", got, "[ep_size, bytes], or one row of it, bytes side by side")
+    rows = workspace.view(torch.uint8).view(-1, workspace.shape[-1] * workspace.element_size())
+    which = slice_start // rows.stride(0) if len(rows) > 1 and rows.stride(0) else 0
+    require(0 <= which < len(rows), "slice_start", slice_start, f"a byte of the {len(rows)} rows")
+    row, start = rows[which], slice_start - which * rows.stride(0)
     size, item = slice_end - slice_start, dtype.itemsize
-    fits = 0 <= slice_start <= slice_end <= row.numel() and slice_start % item == 0 and size % item == 0
-    require(fits, "slice_end", slice_end, f"up to {row.numel()}, whole elements of {dtype} behind slice_start")
+    fits = start >= 0 <= size <= row.numel() - start and start % item == 0 and size % item == 0
+    require(fits, "slice_end", slice_end, f"a byte of that row, whole elements of {dtype} from slice_start")
     count = math.prod(leading_shape)
     require(count > 0 and size // item % count == 0, "leading_shape", leading_shape,
             f"a shape that {size // item} elements fill")  # fmt: skip
-    return row[slice_start:slice_end].view(dtype).view(*leading_shape, -1)
+    return row[start : start + size].view(dtype).view(*leading_shape, -1)
 
 
 def moe_a2a_dispatch(

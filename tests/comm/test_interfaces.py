@@ -144,6 +144,19 @@ def test_which_backend_ulysses_takes():
         comm.decide_ulysses_backend("x", both)
 
 
+def test_bytes_of_any_rank_are_seen_as_a_tensor():
+    whole = torch.arange(3 * 40, dtype=torch.uint8).view(3, 40)
+    for workspace in (whole[:, :32], whole[:, :32].view(torch.int64)):
+        seen = comm.moe_a2a_wrap_payload_tensor_in_workspace(workspace, [2], 80 + 8, 80 + 24, torch.int32)
+        assert seen.data_ptr() == whole[2].data_ptr() + 8
+        torch.testing.assert_close(seen, whole[2, 8:24].view(torch.int32).view(2, 2), rtol=0, atol=0)
+    row = comm.moe_a2a_wrap_payload_tensor_in_workspace(whole[1], [5], 0, 40, torch.int64)
+    assert row.data_ptr() == whole[1].data_ptr() and row.shape == (5, 1)
+    for start, end in ((120, 124), (80 + 24, 80 + 40)):
+        with pytest.raises(ValueError, match="slice_"):
+            comm.moe_a2a_wrap_payload_tensor_in_workspace(whole[:, :32], [1], start, end, torch.int32)
+
+
 def test_sizes_of_workspaces():
     assert comm.compute_fp4_swizzled_layout_sf_size(130, 5) == 256 * 8
     assert comm.decode_cp_a2a_workspace_size(2) == symmetric.header(2, 64 << 10)

@@ -33,6 +33,36 @@ def test_every_rank_has_one_place_and_groups_partition_ranks():
     assert len({*made, comm.Mapping.from_dict(m.to_dict())}) == 24
 
 
+def test_groups_are_those_of_the_layout():
+    """Ranks of a job are tensor-parallel in their lowest digits, then context-parallel, then stages."""
+    m = comm.Mapping(8, 5, tp_size=2, cp_size=2, pp_size=2)
+    assert m.tp_groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert m.cp_groups == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert m.pp_groups == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert (m.tp_group, m.cp_group, m.pp_group) == ([4, 5], [5, 7], [1, 5])
+    m = comm.Mapping(16, 9, 8, tp_size=8, pp_size=2, moe_tp_size=2, moe_ep_size=4)
+    assert m.moe_tp_groups == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert m.moe_ep_groups == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert (m.moe_tp_group, m.moe_ep_group) == ([9, 13], [8, 9, 10, 11])
+    m = comm.Mapping(8, 7, tp_size=8, moe_cluster_size=4)
+    assert m.moe_cluster_groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and m.moe_cluster_group == [4, 5, 6, 7]
+
+
+def test_attention_heads_are_split_over_all_ranks_of_a_stage_where_nothing_else_is_said():
+    m = comm.Mapping(8, 0, tp_size=2, cp_size=4)
+    assert (m.attn_tp_size, m.attn_cp_size) == (8, 1)
+    m = comm.Mapping(8, 0, tp_size=2, cp_size=4, attn_cp_size=4)
+    assert (m.attn_tp_size, m.attn_cp_size) == (2, 4)
+
+
+def test_a_split_that_is_not_known_yet_has_one_place():
+    m = comm.Mapping(4, 3, auto_parallel=True)
+    assert (m.rank, m.tp_rank, m.cp_rank, m.pp_rank, m.moe_ep_rank) == (3, 0, 0, 0, 0)
+    assert (m.tp_group, m.cp_group, m.pp_group) == ([0], [0], [0, 1, 2, 3])
+    with pytest.raises(ValueError, match="tp_size: got 4; allowed: 1, with auto_parallel"):
+        comm.Mapping(4, 3, tp_size=4, auto_parallel=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
