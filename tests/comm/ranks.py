@@ -1,5 +1,6 @@
 """What each rank of the tests of upstream's other functions does."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -178,7 +179,17 @@ def ulysses(rank, world, device):
             )  # fmt: skip
         assert torch.equal(out, value[rank])
         made.check()
-        made.close()
+        assert made.decision.backend == made.backend
+        assert made.fallback_reason == (made.decision.reason if (backend, made.backend) == ("auto", "nccl") else None)
+        assert made.create_workspace(max_elems=5).max_elems == 5 and made.create_workspace().device == made.device
+        for count in (0, (1 << 12) + 1):
+            with pytest.raises(ValueError, match="max_elems: got"):
+                made.create_workspace(max_elems=count)
+        with made as same:
+            assert same is made
+        for call in (made.create_workspace, lambda m=made: m.scatter_heads(xs[rank])):
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
 
 
 def lse_reduce(rank, world, device):
