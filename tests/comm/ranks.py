@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from flashinfer import comm
 from flashinfer.comm import trtllm_mnnvl_ar as mnnvl
+from flashinfer.comm.pcie_ipc_profile import PcieIpcProfileDecision
 from flashinfer.comm.quantized_allreduce import quantized_all_reduce
 from tests.ops.comm.allreduce_fusion import cases
 from tests.ops.comm.allreduce_fusion.cases import BIAS, EPS
@@ -127,7 +128,11 @@ def mnnvl_calls(rank, world, device):
 
 def pcie(rank, world, device):
     group = dist.group.WORLD
-    assert comm.resolve_pcie_ipc_profile(group, "switch-paired").reason == "requested"
+    pairs, alone = "pcieswitch-pairs", "rootcplx-noswitch"
+    for asked, profile in ((pairs, pairs), ("pcieswitch", pairs), ("RootCplx", alone), (alone, alone)):
+        assert comm.resolve_pcie_ipc_profile(group, asked) == PcieIpcProfileDecision(profile, "requested")
+    with pytest.raises(ValueError, match="requested: got 'x'"):
+        comm.resolve_pcie_ipc_profile(group, "x")
     with comm.PcieIpcAllReduceWorkspace(group, 4096) as ws:
         for seed, shape in enumerate(((4, 256), (2048,))):
             xs = of_ranks(world, shape, device, seed)
