@@ -51,7 +51,8 @@ class AutoTuner(Kept):
     Attributes
     ----------
     is_tuning_mode : bool
-        Whether a context of `autotune()`, of any thread, measures.
+        Whether this thread measures: as its innermost context of `autotune()` says, or, in a thread without one, whether
+        another thread's does. Set, it is what holds where no context says anything.
     stats : AutoTunerStatistics
         What was tuned, and what failed.
 
@@ -63,13 +64,12 @@ class AutoTuner(Kept):
     """
 
     _instance: AutoTuner | None = None
-    is_tuning_mode = False
 
     def __init__(self, warmup: int = 3, repeat: int = 10, stream_delay_micro_secs: int = 5000):
         require(warmup >= 0, "warmup", warmup, "0 or more")
         require(repeat >= 1, "repeat", repeat, "1 or more")
         self.warmup, self.repeat, self.stream_delay_micro_secs = warmup, repeat, stream_delay_micro_secs
-        self._modes, self._tuning = Modes(), 0
+        self._modes, self._tuning, self._tunes_elsewhere = Modes(), 0, False
         self.policy = measure.MeasurementPolicy()
         self.clear_cache()
         self.reset_statistics()
@@ -92,11 +92,21 @@ class AutoTuner(Kept):
         """What the contexts of this thread say."""
         return self._modes.stack[-1]
 
+    @property
+    def is_tuning_mode(self) -> bool:
+        """Whether this thread measures."""
+        tunes = self.mode.tunes
+        return self._tunes_elsewhere if tunes is None else tunes
+
+    @is_tuning_mode.setter
+    def is_tuning_mode(self, tunes: bool) -> None:
+        self._tunes_elsewhere = bool(tunes)
+
     def _count_tuning(self, change: int) -> None:
         """Contexts that ask for measuring, one more or one less."""
         with self._lock:
             self._tuning += change
-            self.is_tuning_mode = self._tuning > 0
+            self._tunes_elsewhere = self._tuning > 0
 
     def get_effective_map_to_tuning_buckets(self, tuning_config: TuningConfig, spec_idx: int = 0) -> Callable:
         """The mapping of sizes to buckets that now holds for one of the config's dynamic dimensions.
@@ -429,11 +439,11 @@ def _capturing() -> bool:
 def tuning(tune: bool, **changes) -> Iterator[AutoTuner]:
     """The process's tuner in a mode: that of this thread with `changes`, the arguments of `Mode.inside`.
 
-    It measures as long as one context of any thread asks for that.
+    Threads without a context measure as long as one of another thread asks for that.
     """
     tuner = AutoTuner.get()
     stack = tuner._modes.stack
-    stack.append(tuner.mode.inside(**changes))
+    stack.append(tuner.mode.inside(tune, **changes))
     try:
         tuner._count_tuning(int(tune))
         yield tuner
@@ -460,7 +470,7 @@ def autotune(
     Parameters
     ----------
     tune_mode : bool
-        Whether to measure; False only uses choices that are kept.
+        Whether to measure; False only uses choices that are kept, in a context that measures, too.
     cache : str, optional
         A JSON file, which is read on entry and, if anything was tuned, written on exit.
     tuning_buckets : iterable of int, optional

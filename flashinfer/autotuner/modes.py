@@ -13,14 +13,19 @@ from flashinfer.autotuner.profiles import Buckets, TuningConfig
 
 @dataclass(frozen=True)
 class Mode:
-    """In which buckets sizes are, which operations are not measured, and how many replays of a graph are timed."""
+    """In which buckets sizes are, which operations are not measured, and how many replays of a graph are timed.
+
+    tunes : whether to measure; None is of a thread without a context.
+    """
 
     buckets: Buckets = field(default_factory=Buckets)
     skipped: frozenset[str] = frozenset()
     replays: int | None = None
+    tunes: bool | None = None
 
     def inside(
         self,
+        tunes: bool,
         tuning_buckets: Iterable[int] | None = None,
         round_up: bool | None = None,
         skip_ops: str | Iterable[str] | None = None,
@@ -37,7 +42,7 @@ class Mode:
             self.buckets.sizes if sizes is None else sizes,
             self.buckets.round_up if round_up is None else bool(round_up),
         )
-        return Mode(buckets, self.skipped | skipped, self.replays if replays is None else replays)
+        return Mode(buckets, self.skipped | skipped, self.replays if replays is None else replays, tunes)
 
 
 class Modes(threading.local):

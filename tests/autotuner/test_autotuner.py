@@ -203,26 +203,34 @@ def test_inputs_of_successive_calls_are_those_of_the_caller(tuner):
 
 
 def test_contexts_in_one_another(tuner):
-    """Each has from the one around it what it does not say; operations are skipped, and tactics measured, by any."""
+    """Each has from the one around it what it does not say. Any of them skips operations; the innermost measures."""
     def mapped(n=12):
         return tuner.get_effective_map_to_tuning_buckets(CONFIG)(n)
 
     with autotune(True, tuning_buckets=(10, 20), skip_ops="double", cuda_graph_profile_replays=7):
         assert tuner.mode.skipped == {"double"} and mapped() == 10
         with autotune(False, round_up=True, skip_ops=["other", "third"]):
-            assert tuner.is_tuning_mode and mapped() == 20 and tuner.mode.replays == 7
+            assert not tuner.is_tuning_mode and mapped() == 20 and tuner.mode.replays == 7
             assert tuner.mode.skipped == {"double", "other", "third"}
+            assert choose(tuner, op="d") == (0, -1) and not tuner.profiling_cache
             with autotune(tuning_buckets=(5,), round_up=False):
-                assert mapped() == 5
+                assert tuner.is_tuning_mode and mapped() == 5
+            assert not tuner.is_tuning_mode
         assert mapped() == 10 and tuner.mode.skipped == {"double"} and choose(tuner) == (0, -1)
         assert choose(tuner, op="d") != (0, -1)
     assert not tuner.is_tuning_mode and mapped() == 8 and not tuner.mode.skipped
-    # A context that fails leaves nothing behind. Buckets are one thread's, measuring is all threads'.
+    # A context that fails leaves nothing behind. Buckets are one thread's; threads without a context measure where another does.
     with pytest.raises(ZeroDivisionError), autotune(skip_ops="double"):
         raise ZeroDivisionError
     with autotune(tuning_buckets=(3,), skip_ops="double"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(lambda: (tuner.is_tuning_mode, mapped(), tuner.mode.skipped)).result() == (True, 8, set())
+        with autotune(False):
+            assert pool.submit(lambda: tuner.is_tuning_mode).result() and not tuner.is_tuning_mode
     assert not tuner.is_tuning_mode and len(tuner._modes.stack) == 1
+    tuner.is_tuning_mode = True
+    with autotune(False):
+        assert not tuner.is_tuning_mode
+    tuner.is_tuning_mode = False
     with pytest.raises(ValueError, match="^skip_ops: got"), autotune(skip_ops=[3]):
         pass
     with flashinfer.autotune_v2(persistent_cache=False, skip_ops="double"):
