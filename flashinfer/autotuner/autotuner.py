@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -501,7 +502,7 @@ def autotune(
     """
     changes = dict(tuning_buckets=tuning_buckets, round_up=round_up, skip_ops=skip_ops)
     with tuning(bool(tune_mode), **changes, replays=cuda_graph_profile_replays) as tuner:
-        if cache is not None:
+        if cache is not None and os.path.exists(cache):
             tuner.load_configs(cache)
         try:
             yield

@@ -374,7 +374,23 @@ def test_a_file_of_choices(tuner, tmp_path, caplog):
     path.write_text(json.dumps(content))
     assert tuner.load_configs(str(path)) and choose(tuner) == (0, 1)
     path.write_text("{")
-    assert not tuner.load_configs(str(path)) and not tuner.load_configs(str(tmp_path / "none"))
+    assert not tuner.load_configs(str(path))
+    with pytest.raises(FileNotFoundError, match="none"):
+        tuner.load_configs(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("unknown", ["unknown", "None", None])
+def test_a_file_whose_environment_is_not_known_is_replaced(tuner, tmp_path, caplog, unknown):
+    path = tmp_path / "choices.json"
+    with autotune(cache=str(path)):
+        choose(tuner)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"_metadata": content["_metadata"] | {"gpu": unknown}, "old": ["Double", 1]}))
+    tuner.clear_cache()
+    assert not tuner.load_configs(str(path)) and "not used: gpu is" in caplog.text
+    with autotune(cache=str(path)):
+        choose(tuner)
+    assert json.loads(path.read_text()) == content
 
 
 def test_a_folder_of_choices(tuner, tmp_path, caplog):

@@ -83,6 +83,9 @@ def test_environments_of_kept_choices():
     assert _classify_metadata_mismatches(dict(here), here) == ({}, {})
     hard, soft = _classify_metadata_mismatches(here | {"gpu": "another"}, here)
     assert hard == {"gpu": ("another", here["gpu"])} and not soft
+    unknown = {"gpu": "unknown", "cuda_version": None, "flashinfer_version": "*"}
+    hard, soft = _classify_metadata_mismatches(unknown, here)
+    assert not hard and soft == {name: (unknown.get(name), here[name]) for name in here if name != "flashinfer_version"}
 
 
 def test_backends_that_engines_ask_for():
