@@ -65,14 +65,28 @@ def trtllm(rank, world, device):
         kind = cases.CASES[case][0]
         returned = out.get("output") if case == "plain" else _returned(kind, out)
         cases.check(case, everyone, out, returned, False)
-    try:
+    def sent(rows, metadata):
+        total = torch.empty_like(rows)
         comm.trtllm_allreduce_fusion(
-            given["input"], world, rank, 99, hidden, pointers, False, True, True, 0, None, *[None] * 10, metadata
+            rows, world, rank, *rows.shape, pointers, False, True, True, 0, None, total, *[None] * 9, metadata
         )  # fmt: skip
-    except ValueError as error:
-        assert "max_token_num" in str(error)
-    else:
-        raise AssertionError("99 tokens were taken")
+        return total
+
+    # Rows of another length are as good, as long as there are no more elements.
+    xs = of_ranks(world, (32, 128), device, 5)
+    torch.testing.assert_close(sent(xs[rank], metadata).double(), sum(x.double() for x in xs), rtol=2.0**-7, atol=1e-2)
+    for rows, changed, name in (
+        (xs[rank].new_zeros(33, 128), {}, "max_token_num"),
+        (xs[rank], {"tp_size": world + 1}, "tp_size"),
+        (xs[rank], {"use_fp32_lamport": True}, "use_fp32_lamport"),
+        (xs[rank].float(), {}, "use_fp32_lamport"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            sent(rows, metadata | changed)
+    with pytest.raises(ValueError, match="metadata: got no tp_size"):
+        sent(xs[rank], {name: value for name, value in metadata.items() if name != "tp_size"})
+    with pytest.raises(ValueError, match="use_symm_dev_mem"):
+        comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, world, 16, 256, use_symm_dev_mem=True)
     comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)
 
 

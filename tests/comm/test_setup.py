@@ -219,7 +219,8 @@ def test_memory_of_one_rank(device):
 def test_workspaces_by_upstreams_names():
     made = comm.TRTLLMAllReduceFusionWorkspace(1, 0, 8, 64, torch.float32)
     assert isinstance(made, comm.AllReduceFusionWorkspace) and (made.backend, made.tp_size) == ("trtllm", 1)
-    assert made.metadata == {"use_fp32_lamport": True} and (made.mc_ptr != 0) == torch.cuda.is_available()
+    known = {"tp_rank": 0, "tp_size": 1, "max_token_num": 8, "hidden_dim": 64, "use_fp32_lamport": True}
+    assert made.metadata == known and (made.mc_ptr != 0) == torch.cuda.is_available()
     need = comm.MNNVLAllReduceFusionWorkspace.get_required_buffer_size_bytes(1, 8, 64, torch.bfloat16)
     sized = comm.MNNVLAllReduceFusionWorkspace(comm.Mapping(), buffer_size_in_bytes=need)
     assert sized.backend == "mnnvl" and sized.is_buffer_size_sufficient(1, 8, 64, torch.bfloat16)

@@ -104,5 +104,5 @@ def test_a_workspace_says_what_it_was_made_for():
         space = create_allreduce_fusion_workspace(
             "auto", world_size=1, rank=0, max_token_num=4, hidden_dim=64, dtype=dtype, use_fp32_lamport=True
         )
-        assert space.backend == "trtllm" and space.metadata == {"use_fp32_lamport": dtype == torch.float32}
+        assert space.backend == "trtllm" and space.metadata["use_fp32_lamport"] == (dtype == torch.float32)
         space.destroy()
