@@ -312,10 +312,13 @@ def moe_a2a_combine(
         `payload` is that place of the workspace, and needs no copy.
     output_dtype : torch.dtype, optional
         Of the result: bfloat16, float16 or float32; by default that of `payload`.
-    output_scales, output_scalar_scale, sf_layout, use_low_precision, enable_rank_mask, active_rank_mask
-        Only None, 1, linear, False, False and None: results are not quantised, and all ranks take part.
+    output_scales, output_scalar_scale, sf_layout, enable_rank_mask, active_rank_mask
+        Only None, 1, linear, False and None: results are not quantised, and all ranks take part.
     output : torch.Tensor, optional
         Receives the result, contiguous.
+    use_low_precision : bool
+        Round rows to e4m3, without a scale, before they are added; the result has the dtype it has without. The same on
+        every rank. They travel as wide as they are.
 
     Returns
     -------
@@ -333,11 +336,11 @@ def moe_a2a_combine(
     only("output_scales", output_scales, None)
     only("output_scalar_scale", output_scalar_scale, 1.0)
     only("sf_layout", sf_layout, SfLayout.layout_linear)
-    only("use_low_precision", use_low_precision, False)
     only("enable_rank_mask", enable_rank_mask, False)
     only("active_rank_mask", active_rank_mask, None)
     space = space_of(workspace, ep_rank, ep_size)
     at = combine_payload_offset + space.counts_at
     return combine_in(
-        space, payload, local_num_tokens, runtime_max_tokens_per_rank, at, payload_in_workspace, output_dtype, output
-    )
+        space, payload, local_num_tokens, runtime_max_tokens_per_rank, at, payload_in_workspace, output_dtype, output,
+        bool(use_low_precision),
+    )  # fmt: skip

@@ -330,7 +330,7 @@ class MoeAlltoAll:
         invalid_token_expert_id : int, optional
             The id of rows that no token became; needs expert_id_payload_index.
         expert_id_payload_index : int, optional
-            Which payload, int32 [tokens, top_k], gets that id.
+            Which payload, int32 [tokens, top_k], gets that id. Not read without one.
         eplb_local_stats : torch.Tensor, optional
             int32 [eplb_stats_num_experts] of this rank; `eplb_gathered_stats` has every rank's then.
         active_rank_mask
@@ -354,7 +354,7 @@ class MoeAlltoAll:
         only("active_rank_mask", active_rank_mask, None)
         space = self._space
         self._check_closed()
-        named = (invalid_token_expert_id is None) == (expert_id_payload_index is None)
+        named = invalid_token_expert_id is None or expert_id_payload_index is not None
         require(named, "expert_id_payload_index", expert_id_payload_index, "given with invalid_token_expert_id")
         space.link.check()
         most = runtime_max_tokens_per_rank
@@ -364,8 +364,9 @@ class MoeAlltoAll:
         )  # fmt: skip
         self._has_stats = eplb_local_stats is not None
         self._shared.opened = weakref.ref(self), len(token_selected_experts), most, at
-        if invalid_token_expert_id is not None and expert_id_payload_index is not None:
-            sanitize_in(space, received[expert_id_payload_index], invalid_token_expert_id)
+        if invalid_token_expert_id is not None:
+            index = present("expert_id_payload_index", expert_id_payload_index)
+            sanitize_in(space, received[index], invalid_token_expert_id)
         return received
 
     def combine(

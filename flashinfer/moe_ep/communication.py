@@ -62,8 +62,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
     ):
         super().__init__(bootstrap, params)
         self.config = NVLinkOneSidedConfig() if config is None else config
-        for name in ("enable_rank_mask", "use_low_precision_combine"):
-            require(not getattr(self.config, name), name, True, "False")
+        require(not self.config.enable_rank_mask, "enable_rank_mask", True, "False")
         extra = self.config.extra_payload_bytes_per_token
         require(extra >= 0, "extra_payload_bytes_per_token", extra, "at least 0")
         backend = self.config.comm_backend
@@ -272,7 +271,10 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         require(narrow, "expert_output", expert_output.dtype, f"{self.params.token_dtype}, or as wide")
         place = self.alltoall.get_combine_payload_tensor_in_workspace(most, hidden, expert_output.dtype)
         in_place = place.data_ptr() == expert_output.data_ptr()
-        return self.alltoall.combine(payload, most, payload_in_workspace=in_place, output=output)
+        low = self.config.use_low_precision_combine
+        return self.alltoall.combine(
+            payload, most, payload_in_workspace=in_place, output=output, use_low_precision=low
+        )  # fmt: skip
 
     def _most(self) -> int:
         opened = self.alltoall.opened
