@@ -14,7 +14,7 @@ from flashinfer._core.env import logger
 from flashinfer.autotuner import measure, store
 from flashinfer.autotuner.candidates import is_in_profile_measurement, measuring, results_of, why_unprepared
 from flashinfer.autotuner.kept import Kept
-from flashinfer.autotuner.modes import Mode, Modes, timing_of
+from flashinfer.autotuner.modes import InModes, timing_of
 from flashinfer.autotuner.profiles import (
     OptimizationProfile,
     TuningConfig,
@@ -39,7 +39,7 @@ __all__ = [
 _collect_metadata, _classify_metadata_mismatches = store.environment, store.mismatches
 
 
-class AutoTuner(Kept):
+class AutoTuner(Kept, InModes):
     """Choices by measurement. `AutoTuner.get()` is the process's one; its methods may be called from any thread.
 
     Parameters
@@ -52,8 +52,8 @@ class AutoTuner(Kept):
     Attributes
     ----------
     is_tuning_mode : bool
-        Whether this thread measures: as its innermost context of `autotune()` says, or, in a thread without one, whether
-        another thread's does. Set, it is what holds where no context says anything.
+        Whether this thread measures: its innermost context of `autotune()` says so, or, in a thread without one, that
+        of another thread. Set, it is what holds where no context says anything.
     stats : AutoTunerStatistics
         What was tuned, and what failed.
 
@@ -70,7 +70,7 @@ class AutoTuner(Kept):
         require(warmup >= 0, "warmup", warmup, "0 or more")
         require(repeat >= 1, "repeat", repeat, "1 or more")
         self.warmup, self.repeat, self.stream_delay_micro_secs = warmup, repeat, stream_delay_micro_secs
-        self._modes, self._tuning, self._tunes_elsewhere = Modes(), 0, False
+        super().__init__()
         self.policy = measure.MeasurementPolicy()
         self.clear_cache()
         self.reset_statistics()
@@ -87,27 +87,6 @@ class AutoTuner(Kept):
             if cls._instance is None:
                 cls._instance = cls()
             return cls._instance
-
-    @property
-    def mode(self) -> Mode:
-        """What the contexts of this thread say."""
-        return self._modes.stack[-1]
-
-    @property
-    def is_tuning_mode(self) -> bool:
-        """Whether this thread measures."""
-        tunes = self.mode.tunes
-        return self._tunes_elsewhere if tunes is None else tunes
-
-    @is_tuning_mode.setter
-    def is_tuning_mode(self, tunes: bool) -> None:
-        self._tunes_elsewhere = bool(tunes)
-
-    def _count_tuning(self, change: int) -> None:
-        """Contexts that ask for measuring, one more or one less."""
-        with self._lock:
-            self._tuning += change
-            self._tunes_elsewhere = self._tuning > 0
 
     def get_effective_map_to_tuning_buckets(self, tuning_config: TuningConfig, spec_idx: int = 0) -> Callable:
         """The mapping of sizes to buckets that now holds for one of the config's dynamic dimensions.

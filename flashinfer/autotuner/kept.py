@@ -24,7 +24,7 @@ class Kept:
         """Write the choices to a JSON file, over those that it has, by a rename.
 
         A file made in another environment (versions, device) is left as it is, and one that cannot be written is not
-        written, with a warning: what was measured stays in this process. One whose environment is not known is replaced.
+        written, with a warning: what was measured stays in this process. One of an unknown environment is replaced.
 
         Parameters
         ----------

@@ -52,6 +52,35 @@ class Modes(threading.local):
         self.stack = [Mode()]
 
 
+class InModes:
+    """What is in the modes of its threads' contexts."""
+
+    def __init__(self):
+        self._modes, self._tuning, self._tunes_elsewhere = Modes(), 0, False
+        self._counting = threading.Lock()
+
+    @property
+    def mode(self) -> Mode:
+        """What the contexts of this thread say."""
+        return self._modes.stack[-1]
+
+    @property
+    def is_tuning_mode(self) -> bool:
+        """Whether this thread measures."""
+        tunes = self.mode.tunes
+        return self._tunes_elsewhere if tunes is None else tunes
+
+    @is_tuning_mode.setter
+    def is_tuning_mode(self, tunes: bool) -> None:
+        self._tunes_elsewhere = bool(tunes)
+
+    def _count_tuning(self, change: int) -> None:
+        """Contexts that ask for measuring, one more or one less."""
+        with self._counting:
+            self._tuning += change
+            self._tunes_elsewhere = self._tuning > 0
+
+
 def timing_of(config: TuningConfig, policy: MeasurementPolicy, replays: int | None, tuner) -> Timing:
     """How a config's candidates are timed: the policy and a context's replays go before what the config asks for."""
     repeat = tuner.repeat if config.profiling_repeat is None else config.profiling_repeat

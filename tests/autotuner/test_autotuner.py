@@ -219,7 +219,7 @@ def test_contexts_in_one_another(tuner):
         assert mapped() == 10 and tuner.mode.skipped == {"double"} and choose(tuner) == (0, -1)
         assert choose(tuner, op="d") != (0, -1)
     assert not tuner.is_tuning_mode and mapped() == 8 and not tuner.mode.skipped
-    # A context that fails leaves nothing behind. Buckets are one thread's; threads without a context measure where another does.
+    # A context that fails leaves nothing behind. Buckets are one thread's; one without a context measures as others do.
     with pytest.raises(ZeroDivisionError), autotune(skip_ops="double"):
         raise ZeroDivisionError
     with autotune(tuning_buckets=(3,), skip_ops="double"), ThreadPoolExecutor(1) as pool:
