@@ -145,6 +145,19 @@ def checked(function: Callable, traced: Callable | None = None) -> Callable:
     return call
 
 
+def unrecorded(function: Callable) -> Callable:
+    """Have torch record nothing of a function for gradients, where a check of each argument would take too long."""
+
+    @wraps(function)
+    def call(*args, **named):
+        if not torch.is_grad_enabled():
+            return function(*args, **named)
+        with torch.no_grad():
+            return function(*args, **named)
+
+    return call
+
+
 def _learns(x) -> bool:
     """Whether torch would record what is done with a value: a tensor, or one of a pair."""
     if isinstance(x, torch.Tensor):

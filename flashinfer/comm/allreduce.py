@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from flashinfer._core.arguments import unrecorded
 from flashinfer._core.checks import check_spans, dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._patterns import PATTERNS, Pattern, check_results, given_rows
@@ -115,6 +116,7 @@ apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
     )
 
 
+@unrecorded
 def allreduce_fusion(
     input: torch.Tensor,
     workspace: AllReduceFusionWorkspace,

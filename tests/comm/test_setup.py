@@ -7,6 +7,7 @@ import torch.distributed as dist
 from flashinfer import comm
 from flashinfer.comm._workspaces import MNNVLAllreduceFusionStrategy
 from flashinfer.comm.mnnvl import MnnvlMemory
+from flashinfer.comm.quantized_allreduce import quantized_all_reduce
 
 
 def test_every_rank_has_one_place_and_groups_partition_ranks():
@@ -112,6 +113,36 @@ def group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def test_nothing_is_recorded_for_gradients(group, device):
+    """Of rows and weights that learn: results do not, and a workspace's memory keeps no graph."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+    def learning(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+    one, ids = comm.Mapping(), torch.randint(4, (5, 2), dtype=torch.int32, device=device)
+    reducing = comm.create_allreduce_fusion_workspace("auto", 1, 0, 8, 64, torch.bfloat16)
+    exchange = comm.MoeAlltoAll(one, 8, 2, 4, hidden_size=64)
+    heads = comm.decode_cp_a2a_allocate_mnnvl_workspace(one)
+    sequences = comm.UlyssesCommunicator(max_elems=4096, dtype=torch.bfloat16)
+    results = [
+        comm.allreduce_fusion(
+            learning(5, 64), reducing, comm.AllReduceFusionPattern.kARResidualRMSNorm, residual_in=learning(5, 64),
+            rms_gamma=torch.nn.Parameter(torch.ones(64, device=device)),
+        ),
+        *exchange.dispatch(ids, [learning(5, 64), ids], 8),
+        exchange.combine(learning(1, 8, 64), 8),
+        *comm.decode_cp_a2a_alltoall(learning(3, 1, 64), learning(3, 1, 2, dtype=torch.float32), heads, 0, 1),
+        comm.decode_cp_a2a_lse_reduce(learning(3, 1, 64), learning(3, 1, dtype=torch.float32), heads, 0, 1),
+        sequences.scatter_heads(learning(1, 4, 2, 8), out=learning(1, 4, 2, 8).detach()),
+        quantized_all_reduce(learning(512), group),
+    ]  # fmt: skip
+    assert not [result for result in results if result.requires_grad]
+    # Again, in the memory of before.
+    assert not exchange.dispatch(ids, [learning(5, 64)], 8)[0].requires_grad
 
 
 def test_a_group_of_torch(group):
