@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from flashinfer._core.checks import present, require
+from flashinfer._core.checks import OutOfTurn, present, require
 from flashinfer.comm._exchange import (
     allocate,
     check_mapping,
@@ -305,7 +305,7 @@ class MoeAlltoAll:
 
     def _check_closed(self) -> None:
         if self.opened is not None:
-            raise RuntimeError("MoeAlltoAll: a dispatch waits for its combine")
+            raise OutOfTurn("MoeAlltoAll: a dispatch waits for its combine")
 
     def dispatch(
         self,
@@ -416,7 +416,7 @@ class MoeAlltoAll:
         """
         opened = self.opened
         if opened is None:
-            raise RuntimeError("MoeAlltoAll: a combine comes after a dispatch, the last one with the workspace")
+            raise OutOfTurn("MoeAlltoAll: a combine comes after a dispatch, the last one with the workspace")
         tokens, most, at = opened
         only("runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, most)
         result = moe_a2a_combine(
@@ -455,7 +455,7 @@ class MoeAlltoAll:
         """
         opened = self.opened
         if opened is None:
-            raise RuntimeError("MoeAlltoAll: the place of rows to combine is known after a dispatch")
+            raise OutOfTurn("MoeAlltoAll: the place of rows to combine is known after a dispatch")
         _, most, at = opened
         only("runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, most)
         shape = (self.ep_size, most, hidden_size)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import OutOfTurn, require
 from flashinfer.comm.comm_backend import TorchDistBackend
 from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.mnnvl import MnnvlConfig
@@ -170,7 +170,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         """
         require(active_rank_mask is None, "active_rank_mask", "a mask", "None")
         if self.alltoall.opened is not None:
-            raise RuntimeError("NVLinkOneSidedAlltoAll: a dispatch waits for its combine")
+            raise OutOfTurn("NVLinkOneSidedAlltoAll: a dispatch waits for its combine")
         params = self.params
         most = params.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         limit = params.max_tokens_per_rank
@@ -279,7 +279,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
     def _most(self) -> int:
         opened = self.alltoall.opened
         if opened is None:
-            raise RuntimeError("NVLinkOneSidedAlltoAll: a combine comes after a dispatch")
+            raise OutOfTurn("NVLinkOneSidedAlltoAll: a combine comes after a dispatch")
         return opened[1]
 
     def destroy(self) -> None:

@@ -273,11 +273,14 @@ def test_bad_dispatches(arguments, message):
 
 def test_bad_combines():
     a, y = alone("cpu"), torch.zeros(1, 4, cases.HIDDEN)
-    with pytest.raises(RuntimeError, match="a combine comes after a dispatch"):
-        a.combine(y, 4)
+    # Upstream asserts some of it, and raises for the rest.
+    for kind in (RuntimeError, AssertionError):
+        with pytest.raises(kind, match="a combine comes after a dispatch"):
+            a.combine(y, 4)
     a.dispatch(IDS, [X], 4)
-    with pytest.raises(RuntimeError, match="a dispatch waits for its combine"):
-        a.dispatch(IDS, [X], 4)
+    for kind in (RuntimeError, AssertionError):
+        with pytest.raises(kind, match="a dispatch waits for its combine"):
+            a.dispatch(IDS, [X], 4)
     for change, message in (
         ({"payload": y[:, :3]}, "payload: got (1, 3, 48)"),
         ({"payload": y.int()}, "payload: got torch.int32"),
