@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from flashinfer._core.arguments import unrecorded
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._workspaces import own_device
@@ -40,7 +40,7 @@ def space_of(workspace: torch.Tensor, ep_rank: int, ep_size: int) -> Space:
     return space
 
 
-@unrecorded
+@checked_late
 def dispatch_in(
     space: Space, experts, payloads, most: int, top_k: int, num_experts: int, first: int = 0, local_stats=None
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def sanitize_in(space: Space, ids: torch.Tensor, invalid: int) -> None:
         ids.masked_fill_((row >= space.counts[:, None])[..., None], invalid)
 
 
-@unrecorded
+@checked_late
 def combine_in(
     space: Space, payload, tokens: int, most: int, at: int, in_place: bool, dtype=None, output=None, narrowed=False
 ):  # fmt: skip

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, checked_late
 from flashinfer._core.checks import require
 from flashinfer.comm._exchange import combine_in, dispatch_in, gathered_stats, only, sanitize_in, space_of
 from flashinfer.comm._exchange import metainfo as metainfo_of
@@ -72,6 +72,7 @@ def moe_a2a_get_workspace_size_per_rank(
     )
 
 
+@checked_late
 def moe_a2a_initialize(
     workspace: torch.Tensor,
     ep_rank: int,
@@ -165,6 +166,7 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     return row[start : start + size].view(dtype).view(*leading_shape, -1)
 
 
+@checked_late
 def moe_a2a_dispatch(
     token_selected_experts: torch.Tensor,
     input_payloads: list[torch.Tensor],
@@ -237,6 +239,7 @@ def moe_a2a_dispatch(
     return received, at - space.counts_at, None if eplb_local_stats is None else gathered_stats(space)
 
 
+@checked_late
 def moe_a2a_sanitize_expert_ids(
     expert_ids: torch.Tensor,
     workspace: torch.Tensor,
@@ -268,6 +271,7 @@ def moe_a2a_sanitize_expert_ids(
     sanitize_in(space, expert_ids, invalid_expert_id)
 
 
+@checked_late
 def moe_a2a_combine(
     payload: torch.Tensor,
     local_num_tokens: int,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from flashinfer._core.arguments import unrecorded
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import check_spans, dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._patterns import PATTERNS, Pattern, check_results, given_rows
@@ -116,7 +116,7 @@ apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
     )
 
 
-@unrecorded
+@checked_late
 def allreduce_fusion(
     input: torch.Tensor,
     workspace: AllReduceFusionWorkspace,
@@ -143,7 +143,7 @@ def allreduce_fusion(
     expert_scale_factor: torch.Tensor | None = None,
     shared_expert_output: torch.Tensor | None = None,
     block_quant_group_size: int | None = None,
-    weight_bias: float = 0.0,
+    weight_bias: float | None = 0.0,
     *,
     moe_finalize_backend: str = "trtllm",
 ) -> torch.Tensor:
@@ -183,7 +183,7 @@ def allreduce_fusion(
     residual_in, rms_gamma : torch.Tensor
         [tokens, hidden] in the dtype of `input`, and [hidden].
     rms_eps, weight_bias : float
-        Added to the mean square, and to rms_gamma (1 of Gemma's norm). Of kAllReduce they have no effect.
+        Added to the mean square, and to rms_gamma (1 of Gemma's norm; None is 0). Of kAllReduce they have no effect.
     scale_factor : torch.Tensor or float, optional
         A float32 tensor of one element, or a number; 1 by default. It divides before FP8Quant, and multiplies before
         FP4Quant (448 * 6 / the largest magnitude uses the whole range). Where nothing is quantised it has no effect.
@@ -290,7 +290,7 @@ def _norm(kind: Pattern, input, tokens, residual, weight, eps, bias, scale) -> N
         require(scale.numel() == 1 and scale.dtype == torch.float32, "scale_factor",
                 f"{scale.dtype} {tuple(scale.shape)}", "float32, one element")  # fmt: skip
         same_device(input=input, scale_factor=scale)
-    return Norm(residual, weight, float(eps), float(bias))
+    return Norm(residual, weight, float(eps), float(bias or 0.0))
 
 
 def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, results: Results, fmt, use_oneshot):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, checked_late
 from flashinfer._core.checks import require
 from flashinfer.comm._patterns import PATTERNS
 from flashinfer.comm._workspaces import AllReduceFusionWorkspace, TRTLLMAllReduceFusionWorkspace
@@ -198,6 +198,7 @@ def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> in
     return rows * columns
 
 
+@checked_late
 def trtllm_allreduce_fusion(
     allreduce_in: torch.Tensor,
     world_size: int,
@@ -292,6 +293,7 @@ def trtllm_allreduce_fusion(
     )  # fmt: skip
 
 
+@checked_late
 def trtllm_moe_allreduce_fusion(
     world_size: int,
     world_rank: int,
@@ -375,6 +377,7 @@ def trtllm_moe_allreduce_fusion(
     )  # fmt: skip
 
 
+@checked_late
 def trtllm_moe_finalize_allreduce_fusion(
     allreduce_in: torch.Tensor,
     residual_in: torch.Tensor,

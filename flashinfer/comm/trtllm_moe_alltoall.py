@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import OutOfTurn, present, require
 from flashinfer.comm._exchange import (
     allocate,
@@ -307,6 +308,7 @@ class MoeAlltoAll:
         if self.opened is not None:
             raise OutOfTurn("MoeAlltoAll: a dispatch waits for its combine")
 
+    @checked_late
     def dispatch(
         self,
         token_selected_experts: torch.Tensor,
@@ -369,6 +371,7 @@ class MoeAlltoAll:
             sanitize_in(space, received[index], invalid_token_expert_id)
         return received
 
+    @checked_late
     def combine(
         self,
         payload: torch.Tensor,

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from flashinfer._core.arguments import unrecorded
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import require
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.dcp_alltoall import exchange_blocks
@@ -165,7 +165,7 @@ class UlyssesCommunicator:
         require(fits, "max_elems", max_elems, f"1 to {self.max_elems}, of the communicator")
         return UlyssesWorkspace(max_elems=max_elems, dtype=self.dtype, device=self.device)
 
-    @unrecorded
+    @checked_late
     def scatter_heads(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, workspace: UlyssesWorkspace | None = None
     ) -> torch.Tensor:
@@ -203,7 +203,7 @@ class UlyssesCommunicator:
         got = self._exchange(rows).view(batch, tokens, self.world_size, share, dim).transpose(1, 2)
         return kept(got.reshape(batch, self.world_size * tokens, share, dim), out)
 
-    @unrecorded
+    @checked_late
     def gather_heads(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, workspace: UlyssesWorkspace | None = None
     ) -> torch.Tensor:
@@ -417,7 +417,7 @@ def _of_handle(fa: int) -> Link:
     return _HANDLES[fa]
 
 
-@unrecorded
+@checked_late
 def ulysses_a2a(fa: int, inp: torch.Tensor, out: torch.Tensor, B: int, S_local: int, H: int, D: int, mode: int) -> None:
     """`UlyssesCommunicator.scatter_heads` (mode 0) or `gather_heads` (mode 1), over a handle. A collective call.
 

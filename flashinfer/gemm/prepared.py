@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashinfer._core.arguments import checked, unrecorded
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import present, require
 from flashinfer.gemm._epilogues import Rotation, check_heads, finished, fp4_product, gated, rotated
 
@@ -126,7 +126,7 @@ class PreparedFp4Linear:
         self._epilogue, self._out_dtype = epilogue, out_dtype
 
     @checked
-    @unrecorded
+    @torch.no_grad()
     def __call__(
         self,
         a_packed: torch.Tensor,

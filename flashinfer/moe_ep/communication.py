@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import OutOfTurn, require
 from flashinfer.comm.comm_backend import TorchDistBackend
 from flashinfer.comm.mapping import Mapping
@@ -119,6 +120,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         """
         self.alltoall.check(wait)
 
+    @checked_late
     def dispatch(
         self,
         hidden_states: torch.Tensor,
@@ -229,6 +231,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         most = self._most()
         return self.alltoall.get_combine_payload_tensor_in_workspace(most, self.params.hidden_size, dtype).flatten(0, 1)
 
+    @checked_late
     def combine(
         self,
         expert_output: torch.Tensor,

@@ -263,6 +263,29 @@ def test_bad_calls(case, change, message):
         comm.allreduce_fusion(**{"workspace": alone()} | given | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": None}, "input: got None; allowed: a torch.Tensor"),
+        ({"residual_in": [1.0]}, "residual_in: got a list; allowed: a torch.Tensor"),
+        ({"norm_out": 3}, "norm_out: got 3; allowed: a torch.Tensor"),
+        ({"rms_eps": [1e-5]}, "rms_eps: got a list; allowed: a number"),
+    ],
+)
+def test_values_of_other_kinds(change, message):
+    given = cases.inputs("norm", 0, 1, (5, 256), torch.bfloat16)
+    with pytest.raises(ValueError, match=f"^{message}") as raised:
+        comm.allreduce_fusion(workspace=alone(), **given | cases.results("norm", (5, 256), torch.bfloat16) | change)
+    assert isinstance(raised.value, TypeError)
+
+
+def test_no_bias_of_the_weight():
+    given = cases.inputs("norm", 0, 1, (5, 256), torch.bfloat16)
+    out = cases.results("norm", (5, 256), torch.bfloat16)
+    expected = comm.allreduce_fusion(workspace=alone(), **given | out | {"weight_bias": 0.0}).clone()
+    assert torch.equal(comm.allreduce_fusion(workspace=alone(), **given | out | {"weight_bias": None}), expected)
+
+
 @pytest.mark.parametrize("case", cases.CASES)
 def test_options_that_a_pattern_does_not_use_change_nothing(case):
     """vLLM names a layout of FP4 scales with every pattern; upstream ignores it, scales, groups and biases so."""
