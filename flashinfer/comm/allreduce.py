@@ -200,8 +200,9 @@ moe_reduction_token_input : int and torch.Tensor
         (float32 [experts, tokens]) times active_experts_token_input ([experts, tokens, hidden]).
     expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output : torch.Tensor
         Of kMoEFinalize...: this rank's row is the sum over choices of expert_scale_factor [tokens, top_k] (1 if None)
-        times the row of `input` that the index, int32 [tokens, top_k], names, nothing where it is -1; plus
-        shared_expert_output [tokens, hidden], if given.
+        times the row of `input` that the index, int32 [tokens, top_k], names, nothing where it is negative; plus
+        shared_expert_output [tokens, hidden], if given. An index of no row is refused on CPUs, and not looked for on
+        GPUs.
     block_quant_group_size : int, optional
         Of PerTokenGroupFP8PackedQuant: 128; without effect in others.
     moe_finalize_backend : str

@@ -279,6 +279,13 @@ def test_values_of_other_kinds(change, message):
     assert isinstance(raised.value, TypeError)
 
 
+def test_rows_that_experts_have_not():
+    given = cases.inputs("finalize", 0, 1, (5, 256), torch.bfloat16)
+    given["expanded_idx_to_permuted_idx"][2, 1] = len(given["input"])
+    with pytest.raises(ValueError, match="^expanded_idx_to_permuted_idx: got .* 20; allowed: .* 19"):
+        comm.allreduce_fusion(workspace=alone(), **given | cases.results("finalize", (5, 256), torch.bfloat16))
+
+
 def test_no_bias_of_the_weight():
     given = cases.inputs("norm", 0, 1, (5, 256), torch.bfloat16)
     out = cases.results("norm", (5, 256), torch.bfloat16)
