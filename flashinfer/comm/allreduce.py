@@ -168,7 +168,8 @@ def allreduce_fusion(
         Programmatic dependent launch. They have no effect on results, and none on the launch yet.
     output : torch.Tensor, optional
         Receives the sum, in the shape of `input` ([tokens, hidden] of kMoEFinalize...). It may be `input` itself, or
-        `residual_out` or `norm_out` may. Allocated for kAllReduce; otherwise it is written only if given.
+        `residual_out` or `norm_out` may; not `residual_in`. Allocated for kAllReduce; otherwise it is written only if
+        given.
     residual_out, norm_out : torch.Tensor, optional
         Receive residual_out, which may be `residual_in` itself, and norm; [tokens, hidden]. Allocated where the pattern
         has them. A pattern that does not write norm does so if it is given.
@@ -247,6 +248,10 @@ moe_reduction_token_input : int and torch.Tensor
     same_device(**read, **written)
     # Of experts' rows a token reads those of others.
     check_spans(written.items(), read.items(), apart=("input",) if kind.source == "finalize" else ())
+    if output is not None and residual_in is not None and output.numel():
+        # The sum is written before the residual is read.
+        same = output.data_ptr() == residual_in.data_ptr()
+        require(not same, "output", "the memory of residual_in", "memory of its own")
     norm = norm._replace(scale=scale_factor if fmt else None)
     _run(workspace, kind, input, tokens, rows, norm, results, (fmt, layout), use_oneshot)
     return present("output", results.sum if not kind.norm else results.normed if kind.normed else results.codes)
@@ -291,7 +296,13 @@ def _norm(kind: Pattern, input, tokens, residual, weight, eps, bias, scale) -> N
         require(scale.numel() == 1 and scale.dtype == torch.float32, "scale_factor",
                 f"{scale.dtype} {tuple(scale.shape)}", "float32, one element")  # fmt: skip
         same_device(input=input, scale_factor=scale)
-    return Norm(residual, weight, float(eps), float(bias or 0.0))
+    return Norm(residual, weight, _number("rms_eps", eps), 0.0 if bias is None else _number("weight_bias", bias))
+
+
+def _number(name: str, value) -> float:
+    if isinstance(value, torch.Tensor):
+        require(value.numel() == 1, name, f"a tensor {tuple(value.shape)}", "a number")
+    return float(value)
 
 
 def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, results: Results, fmt, use_oneshot):

@@ -286,6 +286,32 @@ def test_rows_that_experts_have_not():
         comm.allreduce_fusion(workspace=alone(), **given | cases.results("finalize", (5, 256), torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: {"output": g["residual_in"]}, "output: got the memory of residual_in"),
+        (lambda g: {"weight_bias": torch.zeros(2)}, r"weight_bias: got a tensor \(2,\); allowed: a number"),
+        (lambda g: {"rms_eps": torch.zeros(2)}, r"rms_eps: got a tensor \(2,\); allowed: a number"),
+    ],
+)
+def test_a_sum_in_the_residuals_place_and_numbers_that_are_several(change, message):
+    given = cases.inputs("norm", 0, 1, (5, 256), torch.bfloat16)
+    given |= cases.results("norm", (5, 256), torch.bfloat16)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        comm.allreduce_fusion(workspace=alone(), **given | change(given))
+
+
+@pytest.mark.parametrize("case", ["fp8", "fp4", "row", "group"])
+def test_codes_in_a_flat_tensor(case, device):
+    given = cases.inputs(case, 0, 1, (5, 256), torch.bfloat16, device)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        first, second = (cases.results(case, (5, 256), torch.bfloat16, device) for _ in range(2))
+        expected = comm.allreduce_fusion(workspace=alone(), **given, **first)
+        second["quant_out"] = second["quant_out"].view(-1)
+        flat = comm.allreduce_fusion(workspace=alone(), **given, **second)
+    assert flat is second["quant_out"] and torch.equal(flat.view(torch.uint8), expected.view(torch.uint8).view(-1))
+
+
 def test_no_bias_of_the_weight():
     given = cases.inputs("norm", 0, 1, (5, 256), torch.bfloat16)
     out = cases.results("norm", (5, 256), torch.bfloat16)
