@@ -145,6 +145,38 @@ def checked(function: Callable, traced: Callable | None = None) -> Callable:
     return call
 
 
+def checked_late(function: Callable) -> Callable:
+    """`checked`, for a call that is too quick for it: an argument of another kind is named where the call fails by it.
+
+    Nothing is recorded for gradients.
+    """
+
+    @wraps(function)
+    def call(*args, **named):
+        try:
+            if not (torch.is_grad_enabled() and (any(map(_learns, args)) or any(map(_learns, named.values())))):
+                return function(*args, **named)
+            with torch.no_grad():
+                return function(*args, **named)
+        except (AttributeError, TypeError):
+            _name_wrong_kind(function, args, named)
+            raise
+
+    return call
+
+
+def _name_wrong_kind(function: Callable, args, named) -> None:
+    """Raise the error of the first argument of another kind than its parameter's, if there is one."""
+    signature = inspect.signature(function)
+    try:
+        given = signature.bind(*args, **named).arguments
+    except TypeError:
+        return
+    for name, value in given.items():
+        if (check := _check_of(signature.parameters[name])) is not None:
+            check(name, value)
+
+
 def _learns(x) -> bool:
     """Whether torch would record what is done with a value: a tensor, or one of a pair."""
     if isinstance(x, torch.Tensor):

@@ -49,6 +49,10 @@ class NoPlan(ValueError, RuntimeError):
     """A run of what has no plan yet."""
 
 
+class OutOfTurn(RuntimeError, AssertionError):
+    """A call before one that it follows, or instead of one that follows it."""
+
+
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

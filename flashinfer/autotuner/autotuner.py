@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ from flashinfer._core.env import logger
 from flashinfer.autotuner import measure, store
 from flashinfer.autotuner.candidates import is_in_profile_measurement, measuring, results_of, why_unprepared
 from flashinfer.autotuner.kept import Kept
-from flashinfer.autotuner.modes import Mode, Modes, timing_of
+from flashinfer.autotuner.modes import InModes, timing_of
 from flashinfer.autotuner.profiles import (
     OptimizationProfile,
     TuningConfig,
@@ -38,7 +39,7 @@ __all__ = [
 _collect_metadata, _classify_metadata_mismatches = store.environment, store.mismatches
 
 
-class AutoTuner(Kept):
+class AutoTuner(Kept, InModes):
     """Choices by measurement. `AutoTuner.get()` is the process's one; its methods may be called from any thread.
 
     Parameters
@@ -51,7 +52,8 @@ class AutoTuner(Kept):
     Attributes
     ----------
     is_tuning_mode : bool
-        Whether a context of `autotune()`, of any thread, measures.
+        Whether this thread measures: its innermost context of `autotune()` says so, or, in a thread without one, that
+        of another thread. Set, it is what holds where no context says anything.
     stats : AutoTunerStatistics
         What was tuned, and what failed.
 
@@ -63,13 +65,12 @@ class AutoTuner(Kept):
     """
 
     _instance: AutoTuner | None = None
-    is_tuning_mode = False
 
     def __init__(self, warmup: int = 3, repeat: int = 10, stream_delay_micro_secs: int = 5000):
         require(warmup >= 0, "warmup", warmup, "0 or more")
         require(repeat >= 1, "repeat", repeat, "1 or more")
         self.warmup, self.repeat, self.stream_delay_micro_secs = warmup, repeat, stream_delay_micro_secs
-        self._modes, self._tuning = Modes(), 0
+        super().__init__()
         self.policy = measure.MeasurementPolicy()
         self.clear_cache()
         self.reset_statistics()
@@ -86,17 +87,6 @@ class AutoTuner(Kept):
             if cls._instance is None:
                 cls._instance = cls()
             return cls._instance
-
-    @property
-    def mode(self) -> Mode:
-        """What the contexts of this thread say."""
-        return self._modes.stack[-1]
-
-    def _count_tuning(self, change: int) -> None:
-        """Contexts that ask for measuring, one more or one less."""
-        with self._lock:
-            self._tuning += change
-            self.is_tuning_mode = self._tuning > 0
 
     def get_effective_map_to_tuning_buckets(self, tuning_config: TuningConfig, spec_idx: int = 0) -> Callable:
         """The mapping of sizes to buckets that now holds for one of the config's dynamic dimensions.
@@ -429,11 +419,11 @@ def _capturing() -> bool:
 def tuning(tune: bool, **changes) -> Iterator[AutoTuner]:
     """The process's tuner in a mode: that of this thread with `changes`, the arguments of `Mode.inside`.
 
-    It measures as long as one context of any thread asks for that.
+    Threads without a context measure as long as one of another thread asks for that.
     """
     tuner = AutoTuner.get()
     stack = tuner._modes.stack
-    stack.append(tuner.mode.inside(**changes))
+    stack.append(tuner.mode.inside(tune, **changes))
     try:
         tuner._count_tuning(int(tune))
         yield tuner
@@ -460,7 +450,7 @@ def autotune(
     Parameters
     ----------
     tune_mode : bool
-        Whether to measure; False only uses choices that are kept.
+        Whether to measure; False only uses choices that are kept, in a context that measures, too.
     cache : str, optional
         A JSON file, which is read on entry and, if anything was tuned, written on exit.
     tuning_buckets : iterable of int, optional
@@ -491,7 +481,7 @@ def autotune(
     """
     changes = dict(tuning_buckets=tuning_buckets, round_up=round_up, skip_ops=skip_ops)
     with tuning(bool(tune_mode), **changes, replays=cuda_graph_profile_replays) as tuner:
-        if cache is not None:
+        if cache is not None and os.path.exists(cache):
             tuner.load_configs(cache)
         try:
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class Kept:
         """Write the choices to a JSON file, over those that it has, by a rename.
 
         A file made in another environment (versions, device) is left as it is, and one that cannot be written is not
-        written, with a warning: what was measured stays in this process.
+        written, with a warning: what was measured stays in this process. One of an unknown environment is replaced.
 
         Parameters
         ----------
@@ -32,9 +33,11 @@ class Kept:
         """
         with self._lock:
             before = store.read(Path(path)) or {}
-            if before and (why := store.foreign(before)):
+            why, known = store.foreign(before)
+            if before and known:
                 logger.warning("tuned choices are not saved to %s, which is another environment's: %s", path, why)
                 return
+            before = {} if why else before
             choices = {key: [runner, tactic] for key, (runner, tactic) in (self._loaded | self.profiling_cache).items()}
             records = {**store.records_of(before), **self._records}
             made = before.get(store.METADATA) if isinstance(before.get(store.METADATA), dict) else None
@@ -49,7 +52,7 @@ class Kept:
     def load_configs(self, path: str) -> bool:
         """Take the choices of a file that `save_configs` wrote.
 
-        A file that cannot be read, or of another environment, is not taken, with a warning.
+        A file that cannot be read, or of another environment or one that is not known, is not taken, with a warning.
 
         Parameters
         ----------
@@ -60,12 +63,19 @@ class Kept:
         -------
         bool
             Whether they were taken.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no such file.
         """
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"path: got {str(path)!r}; allowed: a file of choices")
         with self._lock:
             content = store.read(Path(path))
             if content is None:
                 return False
-            if why := store.foreign(content):
+            if why := store.foreign(content)[0]:
                 logger.warning("tuned choices in %s are another environment's, and not used: %s", path, why)
                 return False
             for namespace, records in store.records_of(content).items():

@@ -13,14 +13,19 @@ from flashinfer.autotuner.profiles import Buckets, TuningConfig
 
 @dataclass(frozen=True)
 class Mode:
-    """In which buckets sizes are, which operations are not measured, and how many replays of a graph are timed."""
+    """In which buckets sizes are, which operations are not measured, and how many replays of a graph are timed.
+
+    tunes : whether to measure; None is of a thread without a context.
+    """
 
     buckets: Buckets = field(default_factory=Buckets)
     skipped: frozenset[str] = frozenset()
     replays: int | None = None
+    tunes: bool | None = None
 
     def inside(
         self,
+        tunes: bool,
         tuning_buckets: Iterable[int] | None = None,
         round_up: bool | None = None,
         skip_ops: str | Iterable[str] | None = None,
@@ -37,7 +42,7 @@ class Mode:
             self.buckets.sizes if sizes is None else sizes,
             self.buckets.round_up if round_up is None else bool(round_up),
         )
-        return Mode(buckets, self.skipped | skipped, self.replays if replays is None else replays)
+        return Mode(buckets, self.skipped | skipped, self.replays if replays is None else replays, tunes)
 
 
 class Modes(threading.local):
@@ -45,6 +50,35 @@ class Modes(threading.local):
 
     def __init__(self):
         self.stack = [Mode()]
+
+
+class InModes:
+    """What is in the modes of its threads' contexts."""
+
+    def __init__(self):
+        self._modes, self._tuning, self._tunes_elsewhere = Modes(), 0, False
+        self._counting = threading.Lock()
+
+    @property
+    def mode(self) -> Mode:
+        """What the contexts of this thread say."""
+        return self._modes.stack[-1]
+
+    @property
+    def is_tuning_mode(self) -> bool:
+        """Whether this thread measures."""
+        tunes = self.mode.tunes
+        return self._tunes_elsewhere if tunes is None else tunes
+
+    @is_tuning_mode.setter
+    def is_tuning_mode(self, tunes: bool) -> None:
+        self._tunes_elsewhere = bool(tunes)
+
+    def _count_tuning(self, change: int) -> None:
+        """Contexts that ask for measuring, one more or one less."""
+        with self._counting:
+            self._tuning += change
+            self._tunes_elsewhere = self._tuning > 0
 
 
 def timing_of(config: TuningConfig, policy: MeasurementPolicy, replays: int | None, tuner) -> Timing:

@@ -87,23 +87,29 @@ def choices_of(content: dict) -> dict[str, tuple[str, object]]:
     return {key: choice for key, choice in found.items() if choice is not None}
 
 
-def foreign(content: dict) -> str:
-    """How the environment that made a file differs from this one; '' if it does not. "*" agrees with all."""
+# What a writer says of what it could not find out.
+_UNKNOWN = (None, "unknown", "None")
+
+
+def foreign(content: dict) -> tuple[str, bool]:
+    """How the environment that made a file differs from this one, '' if it does not; and whether it is known to."""
     made = content.get(METADATA)
-    differing, _ = mismatches(made if isinstance(made, dict) else {}, environment())
-    return ", ".join(f"{name} is {here}, there {there}" for name, (there, here) in differing.items())
+    hard, soft = mismatches(made if isinstance(made, dict) else {}, environment())
+    return ", ".join(f"{name} is {here}, there {there}" for name, (there, here) in (hard | soft).items()), bool(hard)
 
 
 def mismatches(
     saved_meta: dict[str, str], current_meta: dict[str, str]
 ) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """What differs between two environments, {name: (saved, current)}: what choices do not survive, what they do."""
-    hard = {
-        name: (saved_meta.get(name), value)
-        for name, value in current_meta.items()
-        if saved_meta.get(name) not in (value, "*")
-    }
-    return hard, {}
+    """What differs between two environments, {name: (saved, current)}: what the saved one says, and what it does not
+    know. "*" agrees with all."""
+    hard: dict[str, tuple] = {}
+    soft: dict[str, tuple] = {}
+    for name, current in current_meta.items():
+        saved = saved_meta.get(name)
+        if saved not in (current, "*"):
+            (soft if saved in _UNKNOWN else hard)[name] = (saved, current)
+    return hard, soft
 
 
 class Folder:

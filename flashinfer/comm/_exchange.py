@@ -6,11 +6,13 @@ import weakref
 
 import torch
 
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import dtype_name, is_aligned, require, require_fit, same_device
 from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.comm_backend import CommBackend, ranks_named
 from flashinfer.comm.mapping import Mapping
+from flashinfer.ops import narrow
 from flashinfer.ops.comm import alltoall as room
 from flashinfer.ops.comm.alltoall import config
 from flashinfer.ops.comm.alltoall.space import ALIGNMENT, Space, aligned
@@ -38,6 +40,7 @@ def space_of(workspace: torch.Tensor, ep_rank: int, ep_size: int) -> Space:
     return space
 
 
+@checked_late
 def dispatch_in(
     space: Space, experts, payloads, most: int, top_k: int, num_experts: int, first: int = 0, local_stats=None
 ):  # fmt: skip
@@ -120,7 +123,11 @@ def sanitize_in(space: Space, ids: torch.Tensor, invalid: int) -> None:
         ids.masked_fill_((row >= space.counts[:, None])[..., None], invalid)
 
 
-def combine_in(space: Space, payload, tokens: int, most: int, at: int, in_place: bool, dtype=None, output=None):
+@checked_late
+def combine_in(
+    space: Space, payload, tokens: int, most: int, at: int, in_place: bool, dtype=None, output=None, narrowed=False
+):  # fmt: skip
+    """narrowed : rows are rounded to e4m3 before they are added."""
     world = space.ranks.size
     fits = payload.dim() == 3 and payload.shape[:2] == (world, most) and payload.is_contiguous()
     require_fit("payload", payload, fits, f"[{world}, {most}, hidden], contiguous", *_OUT_DTYPES)
@@ -138,13 +145,15 @@ def combine_in(space: Space, payload, tokens: int, most: int, at: int, in_place:
     if in_place:
         same = payload.data_ptr() == there.data_ptr()
         require(same, "payload_in_workspace", True, "False: payload is not at combine_payload_offset")
+    if narrowed:
+        payload = narrow.to_fp8(payload.float(), torch.float8_e4m3fn).to(payload.dtype)
     problem = room.Combine(
         transport=space.link.transport,
         world=world,
         dtype=dtype_name(payload.dtype),
         out_dtype=dtype_name(dtype),
         block=config.block(hidden),
-        staged=not in_place,
+        staged=narrowed or not in_place,
         aligned=hidden * payload.element_size() % 16 == 0
         and hidden * output.element_size() % 16 == 0
         and is_aligned(payload, output),

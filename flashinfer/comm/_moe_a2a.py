@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, checked_late
 from flashinfer._core.checks import require
 from flashinfer.comm._exchange import combine_in, dispatch_in, gathered_stats, only, sanitize_in, space_of
 from flashinfer.comm._exchange import metainfo as metainfo_of
@@ -72,6 +72,7 @@ def moe_a2a_get_workspace_size_per_rank(
     )
 
 
+@checked_late
 def moe_a2a_initialize(
     workspace: torch.Tensor,
     ep_rank: int,
@@ -117,16 +118,17 @@ def moe_a2a_initialize(
 def moe_a2a_wrap_payload_tensor_in_workspace(
     workspace: torch.Tensor, leading_shape: list[int], slice_start: int, slice_end: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Bytes `slice_start` to `slice_end` of this rank's row of a workspace, as a tensor [*leading_shape, rest].
+    """Bytes `slice_start` to `slice_end` of a workspace, as a tensor [*leading_shape, rest].
 
     Parameters
     ----------
     workspace : torch.Tensor
-        uint8 [ep_size, bytes], of `MoeAlltoAll.get_workspace`, or one row of it.
+        [ep_size, .], of `MoeAlltoAll.get_workspace`, or one row of it; any dtype, rows contiguous.
     leading_shape : list of int
         Of the result, without its last dimension.
     slice_start, slice_end : int
-        Bytes of the row: from a multiple of an element's size on, as many as fill the shape.
+        Bytes from the workspace's begin on, all in one row: from a multiple of an element's size on, as many as fill
+        the shape. All rows of a workspace that stands for ranks show the first.
     dtype : torch.dtype
         Of the result.
 
@@ -148,20 +150,23 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     >>> moe_a2a_wrap_payload_tensor_in_workspace(workspace, [1, 4], 0, 64, torch.float32).shape
     torch.Size([1, 4, 4])
     """
-    fits = workspace.dtype == torch.uint8 and workspace.dim() in (1, 2) and workspace.shape[0] > 0
-    contiguous = fits and workspace.stride(-1) == 1
+    fits = workspace.dim() in (1, 2) and workspace.shape[0] > 0 and workspace.stride(-1) == 1
     got = f"{workspace.dtype} {tuple(workspace.shape)}, strides {workspace.stride()}"
-    require(contiguous, "workspace", got, "uint8 [ep_size, bytes], or one row of it, bytes side by side")
-    row = workspace if workspace.dim() == 1 else workspace[0]
+    require(fits, "workspace", got, "[ep_size, bytes], or one row of it, bytes side by side")
+    rows = workspace.view(torch.uint8).view(-1, workspace.shape[-1] * workspace.element_size())
+    which = slice_start // rows.stride(0) if len(rows) > 1 and rows.stride(0) else 0
+    require(0 <= which < len(rows), "slice_start", slice_start, f"a byte of the {len(rows)} rows")
+    row, start = rows[which], slice_start - which * rows.stride(0)
     size, item = slice_end - slice_start, dtype.itemsize
-    fits = 0 <= slice_start <= slice_end <= row.numel() and slice_start % item == 0 and size % item == 0
-    require(fits, "slice_end", slice_end, f"up to {row.numel()}, whole elements of {dtype} behind slice_start")
+    fits = start >= 0 <= size <= row.numel() - start and start % item == 0 and size % item == 0
+    require(fits, "slice_end", slice_end, f"a byte of that row, whole elements of {dtype} from slice_start")
     count = math.prod(leading_shape)
     require(count > 0 and size // item % count == 0, "leading_shape", leading_shape,
             f"a shape that {size // item} elements fill")  # fmt: skip
-    return row[slice_start:slice_end].view(dtype).view(*leading_shape, -1)
+    return row[start : start + size].view(dtype).view(*leading_shape, -1)
 
 
+@checked_late
 def moe_a2a_dispatch(
     token_selected_experts: torch.Tensor,
     input_payloads: list[torch.Tensor],
@@ -234,6 +239,7 @@ def moe_a2a_dispatch(
     return received, at - space.counts_at, None if eplb_local_stats is None else gathered_stats(space)
 
 
+@checked_late
 def moe_a2a_sanitize_expert_ids(
     expert_ids: torch.Tensor,
     workspace: torch.Tensor,
@@ -265,6 +271,7 @@ def moe_a2a_sanitize_expert_ids(
     sanitize_in(space, expert_ids, invalid_expert_id)
 
 
+@checked_late
 def moe_a2a_combine(
     payload: torch.Tensor,
     local_num_tokens: int,
@@ -309,10 +316,13 @@ def moe_a2a_combine(
         `payload` is that place of the workspace, and needs no copy.
     output_dtype : torch.dtype, optional
         Of the result: bfloat16, float16 or float32; by default that of `payload`.
-    output_scales, output_scalar_scale, sf_layout, use_low_precision, enable_rank_mask, active_rank_mask
-        Only None, 1, linear, False, False and None: results are not quantised, and all ranks take part.
+    output_scales, output_scalar_scale, sf_layout, enable_rank_mask, active_rank_mask
+        Only None, 1, linear, False and None: results are not quantised, and all ranks take part.
     output : torch.Tensor, optional
         Receives the result, contiguous.
+    use_low_precision : bool
+        Round rows to e4m3, without a scale, before they are added; the result has the dtype it has without. The same on
+        every rank. They travel as wide as they are.
 
     Returns
     -------
@@ -330,11 +340,11 @@ def moe_a2a_combine(
     only("output_scales", output_scales, None)
     only("output_scalar_scale", output_scalar_scale, 1.0)
     only("sf_layout", sf_layout, SfLayout.layout_linear)
-    only("use_low_precision", use_low_precision, False)
     only("enable_rank_mask", enable_rank_mask, False)
     only("active_rank_mask", active_rank_mask, None)
     space = space_of(workspace, ep_rank, ep_size)
     at = combine_payload_offset + space.counts_at
     return combine_in(
-        space, payload, local_num_tokens, runtime_max_tokens_per_rank, at, payload_in_workspace, output_dtype, output
-    )
+        space, payload, local_num_tokens, runtime_max_tokens_per_rank, at, payload_in_workspace, output_dtype, output,
+        bool(use_low_precision),
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_values, require
 from flashinfer.comm.trtllm_ar import AllReduceFusionPattern as P
 from flashinfer.ops import layouts
 from flashinfer.ops.comm.allreduce_fusion import Results, Rows
@@ -78,6 +78,7 @@ def given_rows(kind: Pattern, input: torch.Tensor, moe: tuple) -> tuple[Rows, in
         require(index.dim() == 2, "expanded_idx_to_permuted_idx", tuple(index.shape), "[tokens, top_k]")
         tokens = index.shape[0]
         _check("expanded_idx_to_permuted_idx", index, tuple(index.shape), torch.int32)
+        check_values("expanded_idx_to_permuted_idx", index, -(2**31), len(input) - 1)
         if factors is not None:
             _check("expert_scale_factor", factors, tuple(index.shape), factors.dtype)
             floating = factors.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -59,7 +59,8 @@ class AllReduceFusionWorkspace:
     deadline : float
         Seconds that a rank waits for another, 10 at first; may be set. A captured graph keeps what it had.
     metadata : dict
-        "use_fp32_lamport": whether it was made for float32, which SGLang compares with what it sends.
+        "use_fp32_lamport": whether it was made for float32, which SGLang compares with what it sends. Of "trtllm" also
+        "tp_size", "tp_rank", "max_token_num" and "hidden_dim".
     mc_ptr : int
         Not 0 where rows go through memory that ranks share, for callers that ask so whether to use the workspace: this
         rank's address, for multicast is not used.
@@ -73,7 +74,7 @@ class AllReduceFusionWorkspace:
         require(world_size > 0, "world_size", world_size, "at least 1")
         require(0 <= rank < world_size, "rank", rank, f"0 to {world_size - 1}")
         self.world_size, self.rank, self.tp_size = world_size, rank, world_size
-        self.metadata: dict[str, bool] = {}
+        self.metadata: dict[str, int] = {}
         # Why it cannot be used, if it cannot.
         self._gone = "not opened"
 
@@ -269,7 +270,10 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         row, ranks = _sizes(max_token_num, hidden_dim, dtype), ranks_of(group, comm_backend, tp_size, tp_rank)
         super().__init__(ranks.size, ranks.rank)
         self._open(ranks, max_token_num * row, row, own_device(), one_shot)
-        self.metadata["use_fp32_lamport"] = dtype == torch.float32
+        self.metadata |= {
+            "tp_rank": ranks.rank, "tp_size": ranks.size, "max_token_num": max_token_num, "hidden_dim": hidden_dim,
+            "use_fp32_lamport": dtype == torch.float32,
+        }  # fmt: skip
 
 
 class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):

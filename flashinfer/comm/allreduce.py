@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import check_spans, dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.sizes import power_of_two
 from flashinfer.comm._patterns import PATTERNS, Pattern, check_results, given_rows
@@ -115,6 +116,7 @@ apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
     )
 
 
+@checked_late
 def allreduce_fusion(
     input: torch.Tensor,
     workspace: AllReduceFusionWorkspace,
@@ -141,7 +143,7 @@ def allreduce_fusion(
     expert_scale_factor: torch.Tensor | None = None,
     shared_expert_output: torch.Tensor | None = None,
     block_quant_group_size: int | None = None,
-    weight_bias: float = 0.0,
+    weight_bias: float | None = 0.0,
     *,
     moe_finalize_backend: str = "trtllm",
 ) -> torch.Tensor:
@@ -166,7 +168,8 @@ def allreduce_fusion(
         Programmatic dependent launch. They have no effect on results, and none on the launch yet.
     output : torch.Tensor, optional
         Receives the sum, in the shape of `input` ([tokens, hidden] of kMoEFinalize...). It may be `input` itself, or
-        `residual_out` or `norm_out` may. Allocated for kAllReduce; otherwise it is written only if given.
+        `residual_out` or `norm_out` may; not `residual_in`. Allocated for kAllReduce; otherwise it is written only if
+        given.
     residual_out, norm_out : torch.Tensor, optional
         Receive residual_out, which may be `residual_in` itself, and norm; [tokens, hidden]. Allocated where the pattern
         has them. A pattern that does not write norm does so if it is given.
@@ -181,7 +184,7 @@ def allreduce_fusion(
     residual_in, rms_gamma : torch.Tensor
         [tokens, hidden] in the dtype of `input`, and [hidden].
     rms_eps, weight_bias : float
-        Added to the mean square, and to rms_gamma (1 of Gemma's norm). Of kAllReduce they have no effect.
+        Added to the mean square, and to rms_gamma (1 of Gemma's norm; None is 0). Of kAllReduce they have no effect.
     scale_factor : torch.Tensor or float, optional
         A float32 tensor of one element, or a number; 1 by default. It divides before FP8Quant, and multiplies before
         FP4Quant (448 * 6 / the largest magnitude uses the whole range). Where nothing is quantised it has no effect.
@@ -198,8 +201,9 @@ moe_reduction_token_input : int and torch.Tensor
         (float32 [experts, tokens]) times active_experts_token_input ([experts, tokens, hidden]).
     expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output : torch.Tensor
         Of kMoEFinalize...: this rank's row is the sum over choices of expert_scale_factor [tokens, top_k] (1 if None)
-        times the row of `input` that the index, int32 [tokens, top_k], names, nothing where it is -1; plus
-        shared_expert_output [tokens, hidden], if given.
+        times the row of `input` that the index, int32 [tokens, top_k], names, nothing where it is negative; plus
+        shared_expert_output [tokens, hidden], if given. An index of no row is refused on CPUs, and not looked for on
+        GPUs.
     block_quant_group_size : int, optional
         Of PerTokenGroupFP8PackedQuant: 128; without effect in others.
     moe_finalize_backend : str
@@ -244,6 +248,10 @@ moe_reduction_token_input : int and torch.Tensor
     same_device(**read, **written)
     # Of experts' rows a token reads those of others.
     check_spans(written.items(), read.items(), apart=("input",) if kind.source == "finalize" else ())
+    if output is not None and residual_in is not None and output.numel():
+        # The sum is written before the residual is read.
+        same = output.data_ptr() == residual_in.data_ptr()
+        require(not same, "output", "the memory of residual_in", "memory of its own")
     norm = norm._replace(scale=scale_factor if fmt else None)
     _run(workspace, kind, input, tokens, rows, norm, results, (fmt, layout), use_oneshot)
     return present("output", results.sum if not kind.norm else results.normed if kind.normed else results.codes)
@@ -288,7 +296,13 @@ def _norm(kind: Pattern, input, tokens, residual, weight, eps, bias, scale) -> N
         require(scale.numel() == 1 and scale.dtype == torch.float32, "scale_factor",
                 f"{scale.dtype} {tuple(scale.shape)}", "float32, one element")  # fmt: skip
         same_device(input=input, scale_factor=scale)
-    return Norm(residual, weight, float(eps), float(bias))
+    return Norm(residual, weight, _number("rms_eps", eps), 0.0 if bias is None else _number("weight_bias", bias))
+
+
+def _number(name: str, value) -> float:
+    if isinstance(value, torch.Tensor):
+        require(value.numel() == 1, name, f"a tensor {tuple(value.shape)}", "a number")
+    return float(value)
 
 
 def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, results: Results, fmt, use_oneshot):

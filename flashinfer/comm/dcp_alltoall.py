@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, checked_late
 from flashinfer._core.checks import check_spans, require, same_device
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.comm_backend import TorchDistBackend, ranks_named
@@ -123,6 +123,7 @@ def _link_of(workspace: torch.Tensor, cp_rank: int, cp_size: int):
     return link
 
 
+@checked_late
 def decode_cp_a2a_alltoall(
     partial_o: torch.Tensor,
     softmax_stats: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import require
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.dcp_alltoall import adopt, blocks_link, decode_cp_a2a_alltoall
@@ -47,6 +48,7 @@ def decode_cp_a2a_lse_reduce_create_workspace(
     return adopt(blocks_link(ranks, own_device()))
 
 
+@checked_late
 def decode_cp_a2a_lse_reduce(
     partial_o: torch.Tensor,
     partial_lse: torch.Tensor,

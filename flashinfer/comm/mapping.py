@@ -27,15 +27,18 @@ class Mapping:
     moe_cluster_size, moe_tp_size, moe_ep_size : int
         Their product is `tp_size`. -1: clusters of 1; what is not said is split by tensor parallelism.
     attn_tp_size, attn_cp_size : int
-        Of the attention layers; their product is ``tp_size * cp_size``. -1: as `tp_size` and `cp_size`, and with one
-        given the other follows.
-    auto_parallel, enable_attention_dp : bool
-        Kept as given. With `auto_parallel` sizes are not checked.
+        Of the attention layers; their product is ``tp_size * cp_size``. With one given the other follows; with none,
+        heads are split over all of these ranks, as Ulysses does, and attn_cp_size is 1.
+    auto_parallel : bool
+        The split is not known yet: tp_size, pp_size and cp_size are 1, whatever world_size is, and each rank is 0 in
+        its groups.
+    enable_attention_dp : bool
+        Kept as given.
 
     Raises
     ------
     ValueError
-        Sizes that do not multiply to `world_size`, or a rank outside it.
+        Sizes that do not multiply to `world_size`, or other ones than 1 with `auto_parallel`; a rank outside the world.
 
     Examples
     --------
@@ -77,7 +80,7 @@ class Mapping:
         if moe_ep_size == -1:
             moe_ep_size = tp_size // (max(moe_tp_size, 1) * moe_cluster_size)
         if attn_tp_size == -1:
-            attn_tp_size = tp_size if attn_cp_size == -1 else tp_size * cp_size // attn_cp_size
+            attn_tp_size = tp_size * cp_size // (1 if attn_cp_size == -1 else attn_cp_size)
         if attn_cp_size == -1:
             attn_cp_size = tp_size * cp_size // attn_tp_size
         self.world_size, self.gpus_per_node = world_size, gpus_per_node
@@ -86,14 +89,16 @@ class Mapping:
         self.attn_tp_size, self.attn_cp_size = attn_tp_size, attn_cp_size
         self.cp_config = {} if cp_config is None else cp_config
         self.auto_parallel, self.enable_attention_dp = auto_parallel, enable_attention_dp
-        if not auto_parallel:
-            product = tp_size * pp_size * cp_size
+        product = tp_size * pp_size * cp_size
+        if auto_parallel:
+            for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("cp_size", cp_size)):
+                require(size == 1, name, size, "1, with auto_parallel")
+        else:
             require(product == world_size, "world_size", world_size, f"{product}: tp_size * pp_size * cp_size")
-            experts = moe_tp_size * moe_ep_size * moe_cluster_size
-            named = "moe_tp_size * moe_ep_size * moe_cluster_size"
-            require(experts == tp_size, named, experts, f"{tp_size}, the tp_size")
-            attention = attn_tp_size * attn_cp_size
-            require(attention == tp_size * cp_size, "attn_tp_size * attn_cp_size", attention, f"{tp_size * cp_size}")
+        experts = moe_tp_size * moe_ep_size * moe_cluster_size
+        require(experts == tp_size, "moe_tp_size * moe_ep_size * moe_cluster_size", experts, f"{tp_size}, the tp_size")
+        attention = attn_tp_size * attn_cp_size
+        require(attention == tp_size * cp_size, "attn_tp_size * attn_cp_size", attention, f"{tp_size * cp_size}")
         self.rank = rank
 
     def __eq__(self, other) -> bool:
@@ -113,19 +118,24 @@ class Mapping:
         self._rank = rank
 
     @property
+    def _place(self) -> int:
+        """This rank in a split that is known."""
+        return 0 if self.auto_parallel else self.rank
+
+    @property
     def tp_rank(self) -> int:
         """This rank's place in its tensor-parallel group."""
-        return self.rank % self.tp_size
+        return self._place % self.tp_size
 
     @property
     def cp_rank(self) -> int:
         """This rank's place in its context-parallel group."""
-        return self.rank // self.tp_size % self.cp_size
+        return self._place // self.tp_size % self.cp_size
 
     @property
     def pp_rank(self) -> int:
         """This rank's pipeline stage."""
-        return self.rank // (self.tp_size * self.cp_size)
+        return self._place // (self.tp_size * self.cp_size)
 
     @property
     def moe_ep_rank(self) -> int:
@@ -143,39 +153,75 @@ class Mapping:
         return self.tp_rank // (self.moe_ep_size * self.moe_cluster_size)
 
     @property
+    def tp_groups(self) -> list[list[int]]:
+        """The ranks of each tensor-parallel group, groups in the order of their first ranks; so are the others."""
+        return self._split(1, self.tp_size)
+
+    @property
+    def cp_groups(self) -> list[list[int]]:
+        """The ranks of each context-parallel group."""
+        return self._split(self.tp_size, self.cp_size)
+
+    @property
+    def pp_groups(self) -> list[list[int]]:
+        """The ranks of each pipeline, one of each stage; with `auto_parallel` all ranks."""
+        stride = self.tp_size * self.cp_size
+        return self._split(stride, self.world_size // stride)
+
+    @property
+    def moe_ep_groups(self) -> list[list[int]]:
+        """The ranks of each expert-parallel group."""
+        return self._split(1, self.moe_ep_size)
+
+    @property
+    def moe_cluster_groups(self) -> list[list[int]]:
+        """The ranks of each group of clusters."""
+        return self._split(self.moe_ep_size, self.moe_cluster_size)
+
+    @property
+    def moe_tp_groups(self) -> list[list[int]]:
+        """The ranks of each group that shares experts."""
+        stride = self.moe_ep_size * self.moe_cluster_size
+        return self._split(stride, self.moe_tp_size)
+
+    @property
     def tp_group(self) -> list[int]:
         """The ranks that share this rank's layers and context."""
-        return self._beside(1, self.tp_size)
+        return self._own(self.tp_groups)
 
     @property
     def cp_group(self) -> list[int]:
         """The ranks that share this rank's layers and tensor shard, for context parallelism."""
-        return self._beside(self.tp_size, self.cp_size)
+        return self._own(self.cp_groups)
 
     @property
     def pp_group(self) -> list[int]:
         """The ranks in this one's place, one of each pipeline stage."""
-        return self._beside(self.tp_size * self.cp_size, self.pp_size)
+        return self._own(self.pp_groups)
 
     @property
     def moe_ep_group(self) -> list[int]:
         """The ranks that hold this one's experts and the others', in expert-parallel order."""
-        return self._beside(1, self.moe_ep_size)
+        return self._own(self.moe_ep_groups)
 
     @property
     def moe_cluster_group(self) -> list[int]:
         """The ranks in this one's place, one of each cluster."""
-        return self._beside(self.moe_ep_size, self.moe_cluster_size)
+        return self._own(self.moe_cluster_groups)
 
     @property
     def moe_tp_group(self) -> list[int]:
         """The ranks that share this rank's experts."""
-        return self._beside(self.moe_ep_size * self.moe_cluster_size, self.moe_tp_size)
+        return self._own(self.moe_tp_groups)
 
-    def _beside(self, stride: int, size: int) -> list[int]:
-        """The ranks that differ from this one in the place that has this stride and size."""
-        first = self.rank - self.rank // stride % size * stride
-        return [first + i * stride for i in range(size)]
+    def _split(self, stride: int, size: int) -> list[list[int]]:
+        """Groups of ranks that differ in the place that has this stride and size."""
+        known = range(self.tp_size * self.pp_size * self.cp_size)
+        firsts = (rank for rank in known if rank // stride % size == 0)
+        return [[first + i * stride for i in range(size)] for first in firsts]
+
+    def _own(self, groups: list[list[int]]) -> list[int]:
+        return next(group for group in groups if self._place in group)
 
     @property
     def node_rank(self) -> int:

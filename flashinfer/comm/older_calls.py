@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, checked_late
 from flashinfer._core.checks import require
 from flashinfer.comm._patterns import PATTERNS
 from flashinfer.comm._workspaces import AllReduceFusionWorkspace, TRTLLMAllReduceFusionWorkspace
@@ -50,7 +50,8 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     create_metadata : bool
         A dict with these arguments is the last of the results.
     use_symm_dev_mem : bool
-        A list of memory handles, which is empty, stands before it. How memory is shared is found out either way.
+        A list of memory handles, which is empty, stands before it: with create_metadata alone. How memory is shared is
+        found out either way.
 
     Returns
     -------
@@ -65,6 +66,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     TimeoutError
         A rank did not come within the deadline of set-ups.
     """
+    require(create_metadata or not use_symm_dev_mem, "use_symm_dev_mem", True, "False without create_metadata")
     dtype = torch.float32 if use_fp32_lamport else torch.float16
     # The MoE functions always send in one shot.
     ws = TRTLLMAllReduceFusionWorkspace(
@@ -78,11 +80,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     _WORKSPACES[pointers.data_ptr()] = ws
     if not create_metadata:
         return handles, pointers
-    metadata = {
-        "tp_rank": tp_rank, "tp_size": ws.world_size, "max_token_num": max_token_num, "hidden_dim": hidden_dim,
-        "use_fp32_lamport": use_fp32_lamport,
-        "buffer_size": ws.world_size * max_token_num * hidden_dim * dtype.itemsize,
-    }  # fmt: skip
+    metadata = ws.metadata | {"buffer_size": ws.world_size * max_token_num * hidden_dim * dtype.itemsize}
     return (handles, pointers, [], metadata) if use_symm_dev_mem else (handles, pointers, metadata)
 
 
@@ -198,6 +196,7 @@ def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> in
     return rows * columns
 
 
+@checked_late
 def trtllm_allreduce_fusion(
     allreduce_in: torch.Tensor,
     world_size: int,
@@ -251,7 +250,7 @@ def trtllm_allreduce_fusion(
     scale_factor, layout_code
         Of patterns that quantise, and to FP4; without effect in others.
     metadata : dict, optional
-        Of the same function; the call is checked against it.
+        Of the same function. The call has as many ranks, no more elements, and float32 if that has.
     block_quant_group_size : int, optional
         Elements of a group, of patterns with FP8 groups.
 
@@ -264,10 +263,8 @@ def trtllm_allreduce_fusion(
     """
     ws = _workspace_of(workspace_ptrs, world_size, world_rank)
     require(pattern_code in PATTERNS, "pattern_code", pattern_code, "an AllReduceFusionPattern")
-    for name, value in (metadata or {}).items():
-        bound = {"tp_size": world_size == value, "max_token_num": token_num <= value, "hidden_dim": hidden_dim == value}
-        got = {"tp_size": world_size, "max_token_num": token_num, "hidden_dim": hidden_dim}.get(name)
-        require(bound.get(name, True), f"metadata[{name!r}]", value, f"what fits {got}, of the call")
+    if metadata is not None:
+        _check_metadata(metadata, world_size, token_num * hidden_dim, allreduce_in.dtype)
     kind = PATTERNS[pattern_code]
     shape = (token_num, hidden_dim)
     require(allreduce_in.numel() == token_num * hidden_dim, "allreduce_in", tuple(allreduce_in.shape), f"{shape}")
@@ -294,6 +291,7 @@ def trtllm_allreduce_fusion(
     )  # fmt: skip
 
 
+@checked_late
 def trtllm_moe_allreduce_fusion(
     world_size: int,
     world_rank: int,
@@ -371,6 +369,7 @@ def trtllm_moe_allreduce_fusion(
     )  # fmt: skip
 
 
+@checked_late
 def trtllm_moe_finalize_allreduce_fusion(
     allreduce_in: torch.Tensor,
     residual_in: torch.Tensor,
@@ -441,6 +440,18 @@ def trtllm_moe_finalize_allreduce_fusion(
         expert_scale_factor=expert_scale_factor, shared_expert_output=shared_expert_output,
         weight_bias=weight_bias or 0.0,
     )  # fmt: skip
+
+
+def _check_metadata(metadata: dict, world_size: int, count: int, dtype: torch.dtype) -> None:
+    """Refuse a call of `count` elements of a rank that a workspace was not made for."""
+    names = ("tp_size", "max_token_num", "hidden_dim", "use_fp32_lamport")
+    missing = [name for name in names if name not in metadata]
+    require(not missing, "metadata", f"no {', '.join(missing)}", "a dict with " + ", ".join(names))
+    ranks, tokens, hidden, wide = (metadata[name] for name in names)
+    require(ranks == world_size, "metadata['tp_size']", ranks, f"{world_size}, of the call")
+    require(count <= tokens * hidden, "metadata['max_token_num']", tokens, f"rows of {hidden} for {count} elements")
+    named = "metadata['use_fp32_lamport']"
+    require(wide == (dtype == torch.float32), named, wide, f"{dtype == torch.float32}, for {dtype}")
 
 
 def _as(x: torch.Tensor | None, shape: tuple[int, int]) -> torch.Tensor | None:

@@ -10,8 +10,9 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer.ops.comm.meeting import Ranks
 
-# Upstream's words for GPUs behind one switch and for others.
-PROFILES = "switch-paired", "rootcplx-noswitch"
+# Upstream's words for GPUs behind one switch and for others, and what it takes for them.
+PROFILES = "pcieswitch-pairs", "rootcplx-noswitch"
+_NAMES = {"pcieswitch": PROFILES[0], "rootcplx": PROFILES[1]} | {name: name for name in PROFILES}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def resolve_pcie_ipc_profile(
     ----------
     group : ProcessGroup
     requested : str, optional
-        "switch-paired" or "rootcplx-noswitch", the same on every rank; it is the answer then.
+        "pcieswitch-pairs" or "rootcplx-noswitch", the same on every rank; it is the answer then. "pcieswitch" and
+        "rootcplx" are short for them, in letters of either case.
     device : torch.device, optional
         This rank's; by default the current one.
 
@@ -122,8 +124,9 @@ def resolve_pcie_ipc_profile(
     asked = {each[0] for each in everyone}
     require(len(asked) == 1, "requested", sorted(map(str, asked)), "the same on every rank")
     if requested is not None:
-        require(requested in PROFILES, "requested", repr(requested), ", ".join(map(repr, PROFILES)))
-        return PcieIpcProfileDecision(requested, "requested")
+        name = str(requested).strip().lower()
+        require(name in _NAMES, "requested", repr(requested), ", ".join(map(repr, _NAMES)))
+        return PcieIpcProfileDecision(_NAMES[name], "requested")
     uuids = [each[1] for each in everyone]
     reached = all(peers.get(uuid, False) for _, own, peers in everyone for uuid in uuids if uuid != own)
     if reached and all(uuids):

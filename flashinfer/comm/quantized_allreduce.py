@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import require
 from flashinfer.ops import narrow
 from flashinfer.ops.comm.collective import Collective
@@ -21,6 +22,7 @@ def reset() -> None:
     _LINKS.clear()
 
 
+@checked_late
 def quantized_all_reduce(
     inp: torch.Tensor,
     group: torch.distributed.ProcessGroup,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import require
 from flashinfer.comm._workspaces import MNNVLAllreduceFusionStrategy, MNNVLAllReduceFusionWorkspace
 from flashinfer.comm.allreduce import allreduce_fusion
@@ -49,6 +50,7 @@ def get_allreduce_mnnvl_workspace(
     return ws, ws.buffer_flags, nbytes // dtype.itemsize
 
 
+@checked_late
 def trtllm_mnnvl_allreduce(
     input: torch.Tensor,
     workspace: MNNVLAllReduceFusionWorkspace,
@@ -64,6 +66,7 @@ def trtllm_mnnvl_allreduce(
     )
 
 
+@checked_late
 def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
     input: torch.Tensor,
     residual_in: torch.Tensor,
@@ -91,6 +94,7 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
     return output, residual_out
 
 
+@checked_late
 def trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant(
     input: torch.Tensor,
     residual_in: torch.Tensor,

@@ -6,7 +6,8 @@ import weakref
 
 import torch
 
-from flashinfer._core.checks import present, require
+from flashinfer._core.arguments import checked_late
+from flashinfer._core.checks import OutOfTurn, present, require
 from flashinfer.comm._exchange import (
     allocate,
     check_mapping,
@@ -303,8 +304,9 @@ class MoeAlltoAll:
 
     def _check_closed(self) -> None:
         if self.opened is not None:
-            raise RuntimeError("MoeAlltoAll: a dispatch waits for its combine")
+            raise OutOfTurn("MoeAlltoAll: a dispatch waits for its combine")
 
+    @checked_late
     def dispatch(
         self,
         token_selected_experts: torch.Tensor,
@@ -324,7 +326,7 @@ class MoeAlltoAll:
         invalid_token_expert_id : int, optional
             The id of rows that no token became; needs expert_id_payload_index.
         expert_id_payload_index : int, optional
-            Which payload, int32 [tokens, top_k], gets that id.
+            Which payload, int32 [tokens, top_k], gets that id. Not read without one.
         eplb_local_stats : torch.Tensor, optional
             int32 [eplb_stats_num_experts] of this rank; `eplb_gathered_stats` has every rank's then.
 
@@ -346,7 +348,7 @@ class MoeAlltoAll:
         only("active_rank_mask", active_rank_mask, None)
         space = self._space
         self._check_closed()
-        named = (invalid_token_expert_id is None) == (expert_id_payload_index is None)
+        named = invalid_token_expert_id is None or expert_id_payload_index is not None
         require(named, "expert_id_payload_index", expert_id_payload_index, "given with invalid_token_expert_id")
         space.link.check()
         most = runtime_max_tokens_per_rank
@@ -356,10 +358,12 @@ class MoeAlltoAll:
         )  # fmt: skip
         self._has_stats = eplb_local_stats is not None
         self._shared.opened = weakref.ref(self), len(token_selected_experts), most, at
-        if invalid_token_expert_id is not None and expert_id_payload_index is not None:
-            sanitize_in(space, received[expert_id_payload_index], invalid_token_expert_id)
+        if invalid_token_expert_id is not None:
+            index = present("expert_id_payload_index", expert_id_payload_index)
+            sanitize_in(space, received[index], invalid_token_expert_id)
         return received
 
+    @checked_late
     def combine(
         self,
         payload: torch.Tensor,
@@ -403,7 +407,7 @@ class MoeAlltoAll:
         """
         opened = self.opened
         if opened is None:
-            raise RuntimeError("MoeAlltoAll: a combine comes after a dispatch, the last one with the workspace")
+            raise OutOfTurn("MoeAlltoAll: a combine comes after a dispatch, the last one with the workspace")
         tokens, most, at = opened
         only("runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, most)
         result = moe_a2a_combine(
@@ -442,7 +446,7 @@ class MoeAlltoAll:
         """
         opened = self.opened
         if opened is None:
-            raise RuntimeError("MoeAlltoAll: the place of rows to combine is known after a dispatch")
+            raise OutOfTurn("MoeAlltoAll: the place of rows to combine is known after a dispatch")
         _, most, at = opened
         only("runtime_max_tokens_per_rank", runtime_max_tokens_per_rank, most)
         shape = (self.ep_size, most, hidden_size)

@@ -6,11 +6,12 @@ import itertools
 
 import torch
 
+from flashinfer._core.arguments import checked_late
 from flashinfer._core.checks import require
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.dcp_alltoall import exchange_blocks
 from flashinfer.comm.ulysses_chunks import kept, merge_ulysses_output_head_chunk, pack_ulysses_qkv_head_chunk
-from flashinfer.comm.ulysses_topology import ULYSSES_BACKENDS, UlyssesBackendError
+from flashinfer.comm.ulysses_topology import ULYSSES_BACKENDS, UlyssesBackendDecision, UlyssesBackendError
 from flashinfer.ops.comm.alltoall import config
 from flashinfer.ops.comm.capability import Capability, connect
 from flashinfer.ops.comm.collective import Collective
@@ -32,7 +33,7 @@ class UlyssesWorkspace:
     dtype : torch.dtype
         float16, bfloat16 or float32.
     device : torch.device, str or int, optional
-        Kept as given; nothing is allocated on it.
+        By default the current CUDA device, or the CPU where there is none; nothing is allocated on it.
 
     Raises
     ------
@@ -50,11 +51,14 @@ class UlyssesWorkspace:
     def __init__(self, *, max_elems: int, dtype: torch.dtype, device: torch.device | str | int | None = None):
         require(isinstance(max_elems, int) and max_elems > 0, "max_elems", max_elems, "an int of at least 1")
         require(dtype in _DTYPES, "dtype", dtype, "float16, bfloat16, float32")
-        self.max_elems, self.dtype, self.device = max_elems, dtype, device
+        self.max_elems, self.dtype = max_elems, dtype
+        self.device = own_device() if device is None else _device(device)
 
 
 class UlyssesCommunicator:
     """The two exchanges of Ulysses attention, [B, S, H, D]. A collective constructor.
+
+    As a context manager it is closed at the end of the block.
 
     Parameters
     ----------
@@ -74,8 +78,10 @@ class UlyssesCommunicator:
     ----------
     backend : str
         "nvlink" or "nccl".
-    fallback_reason : str
-        Why it is not peers' memory; '' where it is, or was not asked for.
+    fallback_reason : str or None
+        Why it is not peers' memory; None where it is, or "nccl" was asked for.
+    decision : UlyssesBackendDecision
+        The backend, and why.
     rank, world_size : int
 
     Raises
@@ -110,9 +116,17 @@ class UlyssesCommunicator:
         else:
             self._link, found = connect(ranks, config.ROUND, self.device)
         self.backend = "nvlink" if found.transport == "peer" else "nccl"
-        self.fallback_reason = found.reason
+        self.fallback_reason = found.reason or None
+        reason = found.reason or ("every rank reaches the others' memory" if self.backend == "nvlink" else "requested")
+        self.decision = UlyssesBackendDecision(self.backend, reason)
         if backend == "nvlink" and self.backend != "nvlink":
             raise UlyssesBackendError(f"backend 'nvlink': {found.reason}")
+
+    def __enter__(self) -> UlyssesCommunicator:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def check(self) -> None:
         """Raise what went wrong in a call of this rank: it waits for its kernels, which end by the deadline."""
@@ -132,7 +146,7 @@ class UlyssesCommunicator:
         Parameters
         ----------
         max_elems : int, optional
-            Elements of the call; None (or 0) is the communicator's max_elems.
+            Elements of the call, 1 to the communicator's max_elems, which is the default.
 
         Returns
         -------
@@ -141,10 +155,17 @@ class UlyssesCommunicator:
         Raises
         ------
         ValueError
-            A negative number.
+            Another number.
+        RuntimeError
+            The communicator is closed.
         """
-        return UlyssesWorkspace(max_elems=max_elems or self.max_elems, dtype=self.dtype, device=self.device)
+        self._opened()
+        max_elems = self.max_elems if max_elems is None else max_elems
+        fits = isinstance(max_elems, int) and 1 <= max_elems <= self.max_elems
+        require(fits, "max_elems", max_elems, f"1 to {self.max_elems}, of the communicator")
+        return UlyssesWorkspace(max_elems=max_elems, dtype=self.dtype, device=self.device)
 
+    @checked_late
     def scatter_heads(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, workspace: UlyssesWorkspace | None = None
     ) -> torch.Tensor:
@@ -182,6 +203,7 @@ class UlyssesCommunicator:
         got = self._exchange(rows).view(batch, tokens, self.world_size, share, dim).transpose(1, 2)
         return kept(got.reshape(batch, self.world_size * tokens, share, dim), out)
 
+    @checked_late
     def gather_heads(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, workspace: UlyssesWorkspace | None = None
     ) -> torch.Tensor:
@@ -378,6 +400,7 @@ def _of_handle(fa: int) -> Link:
     return _HANDLES[fa]
 
 
+@checked_late
 def ulysses_a2a(fa: int, inp: torch.Tensor, out: torch.Tensor, B: int, S_local: int, H: int, D: int, mode: int) -> None:
     """`UlyssesCommunicator.scatter_heads` (mode 0) or `gather_heads` (mode 1), over a handle. A collective call.
 

@@ -19,7 +19,7 @@ class UlyssesBackendError(RuntimeError):
     """Peers' memory was asked for, and cannot be used."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class UlyssesRankTopology:
     """A rank's GPU, and which others it reaches.
 
@@ -81,19 +81,19 @@ def probe_ulysses_rank_topology(device: torch.device | str | int | None, rank: i
     Returns
     -------
     UlyssesRankTopology
-        Without a GPU, its rank and host, and the error that says so.
-
-    Raises
-    ------
-    RuntimeError
-        torch's own, of a device that is not there.
+        Without such a GPU, its rank and host, and the error that says so: nothing is raised.
     """
     host = socket.gethostname()
     if not torch.cuda.is_available():
         return UlyssesRankTopology(rank, host, probe_error="no GPU")
-    index = torch.device("cuda" if device is None else device).index
-    index = torch.cuda.current_device() if index is None else index
-    every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    try:
+        index = torch.device("cuda" if device is None else device).index
+        index = torch.cuda.current_device() if index is None else index
+        every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except (RuntimeError, TypeError) as error:
+        return UlyssesRankTopology(rank, host, probe_error=f"device {device!r}: {error}")
+    if index >= len(every):
+        return UlyssesRankTopology(rank, host, probe_error=f"device {device!r}: there are {len(every)} GPUs")
     peers = {
         str(p.uuid): torch.cuda.can_device_access_peer(index, i) for i, p in enumerate(every) if i != index
     }  # fmt: skip
@@ -112,7 +112,7 @@ def decide_ulysses_backend(
     requested : str
         "auto", "nvlink" or "nccl".
     topologies : list of UlyssesRankTopology
-        Of every rank, in order.
+        Of every rank, in any order.
     supported_world_sizes : sequence of int
         Numbers of ranks that "nvlink" takes.
 
@@ -140,18 +140,31 @@ def decide_ulysses_backend(
     return UlyssesBackendDecision("nccl", reason)
 
 
-def _obstacle(topologies: list[UlyssesRankTopology], sizes: Sequence[int]) -> str:
-    if len(topologies) not in sizes:
-        return f"{len(topologies)} ranks; allowed: {', '.join(map(str, sizes))}"
-    if len({t.hostname for t in topologies}) > 1:
-        return "ranks are on several hosts"
-    for t in topologies:
-        if t.probe_error or not t.device_uuid:
-            return f"rank {t.rank}: {t.probe_error or 'no GPU is known'}"
-        for other in topologies:
-            same = other.device_uuid == t.device_uuid
-            if other.rank != t.rank and (same or not t.peer_nvlink.get(other.device_uuid, False)):
-                return f"rank {t.rank} is not known to reach the GPU of rank {other.rank}"
+def _obstacle(topologies: Sequence[UlyssesRankTopology], sizes: Sequence[int]) -> str:
+    """Why ranks with these GPUs do not reach each other's memory, or ''."""
+    ranks = sorted(topologies, key=lambda t: t.rank)
+    if [t.rank for t in ranks] != list(range(len(ranks))):
+        return f"ranks {[t.rank for t in topologies]} are not 0 to {len(ranks) - 1}, once each"
+    for t in ranks:
+        if t.probe_error is not None:
+            return f"the probe of rank {t.rank} failed: {t.probe_error}"
+    if len(ranks) not in sizes:
+        return f"world size {len(ranks)}; allowed: {', '.join(map(str, sizes))}"
+    hosts = sorted({t.hostname for t in ranks})
+    if len(hosts) > 1:
+        return f"ranks are on multiple hosts: {', '.join(hosts)}"
+    for t in ranks:
+        if not t.device_uuid:
+            return f"the GPU of rank {t.rank} is unknown"
+        for other in ranks:
+            if other.rank == t.rank:
+                continue
+            if other.device_uuid == t.device_uuid:
+                return f"ranks {t.rank} and {other.rank} have the same GPU {t.device_uuid}"
+            for link, reached in (("P2P", t.peer_p2p), ("NVLink", t.peer_nvlink)):
+                if not reached.get(other.device_uuid, False):
+                    why = t.pair_errors.get(other.device_uuid)
+                    return f"no {link} from rank {t.rank} to rank {other.rank}" + (f": {why}" if why else "")
     return ""
 
 

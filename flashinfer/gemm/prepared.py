@@ -126,6 +126,7 @@ class PreparedFp4Linear:
         self._epilogue, self._out_dtype = epilogue, out_dtype
 
     @checked
+    @torch.no_grad()
     def __call__(
         self,
         a_packed: torch.Tensor,

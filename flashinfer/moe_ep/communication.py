@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.arguments import checked_late
+from flashinfer._core.checks import OutOfTurn, require
 from flashinfer.comm.comm_backend import TorchDistBackend
 from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.mnnvl import MnnvlConfig
@@ -62,8 +63,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
     ):
         super().__init__(bootstrap, params)
         self.config = NVLinkOneSidedConfig() if config is None else config
-        for name in ("enable_rank_mask", "use_low_precision_combine"):
-            require(not getattr(self.config, name), name, True, "False")
+        require(not self.config.enable_rank_mask, "enable_rank_mask", True, "False")
         extra = self.config.extra_payload_bytes_per_token
         require(extra >= 0, "extra_payload_bytes_per_token", extra, "at least 0")
         backend = self.config.comm_backend
@@ -120,6 +120,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         """
         self.alltoall.check(wait)
 
+    @checked_late
     def dispatch(
         self,
         hidden_states: torch.Tensor,
@@ -171,7 +172,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         """
         require(active_rank_mask is None, "active_rank_mask", "a mask", "None")
         if self.alltoall.opened is not None:
-            raise RuntimeError("NVLinkOneSidedAlltoAll: a dispatch waits for its combine")
+            raise OutOfTurn("NVLinkOneSidedAlltoAll: a dispatch waits for its combine")
         params = self.params
         most = params.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         limit = params.max_tokens_per_rank
@@ -230,6 +231,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         most = self._most()
         return self.alltoall.get_combine_payload_tensor_in_workspace(most, self.params.hidden_size, dtype).flatten(0, 1)
 
+    @checked_late
     def combine(
         self,
         expert_output: torch.Tensor,
@@ -272,12 +274,15 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         require(narrow, "expert_output", expert_output.dtype, f"{self.params.token_dtype}, or as wide")
         place = self.alltoall.get_combine_payload_tensor_in_workspace(most, hidden, expert_output.dtype)
         in_place = place.data_ptr() == expert_output.data_ptr()
-        return self.alltoall.combine(payload, most, payload_in_workspace=in_place, output=output)
+        low = self.config.use_low_precision_combine
+        return self.alltoall.combine(
+            payload, most, payload_in_workspace=in_place, output=output, use_low_precision=low
+        )  # fmt: skip
 
     def _most(self) -> int:
         opened = self.alltoall.opened
         if opened is None:
-            raise RuntimeError("NVLinkOneSidedAlltoAll: a combine comes after a dispatch")
+            raise OutOfTurn("NVLinkOneSidedAlltoAll: a combine comes after a dispatch")
         return opened[1]
 
     def destroy(self) -> None:

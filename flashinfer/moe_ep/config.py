@@ -141,8 +141,10 @@ class NVLinkOneSidedConfig:
         Bytes of room beside the row, its scales, ids and weights.
     eplb_stats_num_experts : int
         Experts whose statistics a dispatch gathers from all ranks.
-    enable_rank_mask, use_low_precision_combine : bool
-        Only False: all ranks take part, and rows come back in their dtype.
+    enable_rank_mask : bool
+        Only False: all ranks take part.
+    use_low_precision_combine : bool
+        Round rows to e4m3 before a combine adds them.
     comm_backend : CommBackend, optional
         The ranks, in place of the bootstrap's process group.
     """

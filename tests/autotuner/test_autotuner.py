@@ -203,26 +203,34 @@ def test_inputs_of_successive_calls_are_those_of_the_caller(tuner):
 
 
 def test_contexts_in_one_another(tuner):
-    """Each has from the one around it what it does not say; operations are skipped, and tactics measured, by any."""
+    """Each has from the one around it what it does not say. Any of them skips operations; the innermost measures."""
     def mapped(n=12):
         return tuner.get_effective_map_to_tuning_buckets(CONFIG)(n)
 
     with autotune(True, tuning_buckets=(10, 20), skip_ops="double", cuda_graph_profile_replays=7):
         assert tuner.mode.skipped == {"double"} and mapped() == 10
         with autotune(False, round_up=True, skip_ops=["other", "third"]):
-            assert tuner.is_tuning_mode and mapped() == 20 and tuner.mode.replays == 7
+            assert not tuner.is_tuning_mode and mapped() == 20 and tuner.mode.replays == 7
             assert tuner.mode.skipped == {"double", "other", "third"}
+            assert choose(tuner, op="d") == (0, -1) and not tuner.profiling_cache
             with autotune(tuning_buckets=(5,), round_up=False):
-                assert mapped() == 5
+                assert tuner.is_tuning_mode and mapped() == 5
+            assert not tuner.is_tuning_mode
         assert mapped() == 10 and tuner.mode.skipped == {"double"} and choose(tuner) == (0, -1)
         assert choose(tuner, op="d") != (0, -1)
     assert not tuner.is_tuning_mode and mapped() == 8 and not tuner.mode.skipped
-    # A context that fails leaves nothing behind. Buckets are one thread's, measuring is all threads'.
+    # A context that fails leaves nothing behind. Buckets are one thread's; one without a context measures as others do.
     with pytest.raises(ZeroDivisionError), autotune(skip_ops="double"):
         raise ZeroDivisionError
     with autotune(tuning_buckets=(3,), skip_ops="double"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(lambda: (tuner.is_tuning_mode, mapped(), tuner.mode.skipped)).result() == (True, 8, set())
+        with autotune(False):
+            assert pool.submit(lambda: tuner.is_tuning_mode).result() and not tuner.is_tuning_mode
     assert not tuner.is_tuning_mode and len(tuner._modes.stack) == 1
+    tuner.is_tuning_mode = True
+    with autotune(False):
+        assert not tuner.is_tuning_mode
+    tuner.is_tuning_mode = False
     with pytest.raises(ValueError, match="^skip_ops: got"), autotune(skip_ops=[3]):
         pass
     with flashinfer.autotune_v2(persistent_cache=False, skip_ops="double"):
@@ -366,7 +374,23 @@ def test_a_file_of_choices(tuner, tmp_path, caplog):
     path.write_text(json.dumps(content))
     assert tuner.load_configs(str(path)) and choose(tuner) == (0, 1)
     path.write_text("{")
-    assert not tuner.load_configs(str(path)) and not tuner.load_configs(str(tmp_path / "none"))
+    assert not tuner.load_configs(str(path))
+    with pytest.raises(FileNotFoundError, match="none"):
+        tuner.load_configs(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("unknown", ["unknown", "None", None])
+def test_a_file_whose_environment_is_not_known_is_replaced(tuner, tmp_path, caplog, unknown):
+    path = tmp_path / "choices.json"
+    with autotune(cache=str(path)):
+        choose(tuner)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"_metadata": content["_metadata"] | {"gpu": unknown}, "old": ["Double", 1]}))
+    tuner.clear_cache()
+    assert not tuner.load_configs(str(path)) and "not used: gpu is" in caplog.text
+    with autotune(cache=str(path)):
+        choose(tuner)
+    assert json.loads(path.read_text()) == content
 
 
 def test_a_folder_of_choices(tuner, tmp_path, caplog):

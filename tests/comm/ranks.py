@@ -1,10 +1,12 @@
 """What each rank of the tests of upstream's other functions does."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from flashinfer import comm
 from flashinfer.comm import trtllm_mnnvl_ar as mnnvl
+from flashinfer.comm.pcie_ipc_profile import PcieIpcProfileDecision
 from flashinfer.comm.quantized_allreduce import quantized_all_reduce
 from tests.ops.comm.allreduce_fusion import cases
 from tests.ops.comm.allreduce_fusion.cases import BIAS, EPS
@@ -63,14 +65,28 @@ def trtllm(rank, world, device):
         kind = cases.CASES[case][0]
         returned = out.get("output") if case == "plain" else _returned(kind, out)
         cases.check(case, everyone, out, returned, False)
-    try:
+    def sent(rows, metadata):
+        total = torch.empty_like(rows)
         comm.trtllm_allreduce_fusion(
-            given["input"], world, rank, 99, hidden, pointers, False, True, True, 0, None, *[None] * 10, metadata
+            rows, world, rank, *rows.shape, pointers, False, True, True, 0, None, total, *[None] * 9, metadata
         )  # fmt: skip
-    except ValueError as error:
-        assert "max_token_num" in str(error)
-    else:
-        raise AssertionError("99 tokens were taken")
+        return total
+
+    # Rows of another length are as good, as long as there are no more elements.
+    xs = of_ranks(world, (32, 128), device, 5)
+    torch.testing.assert_close(sent(xs[rank], metadata).double(), sum(x.double() for x in xs), rtol=2.0**-7, atol=1e-2)
+    for rows, changed, name in (
+        (xs[rank].new_zeros(33, 128), {}, "max_token_num"),
+        (xs[rank], {"tp_size": world + 1}, "tp_size"),
+        (xs[rank], {"use_fp32_lamport": True}, "use_fp32_lamport"),
+        (xs[rank].float(), {}, "use_fp32_lamport"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            sent(rows, metadata | changed)
+    with pytest.raises(ValueError, match="metadata: got no tp_size"):
+        sent(xs[rank], {name: value for name, value in metadata.items() if name != "tp_size"})
+    with pytest.raises(ValueError, match="use_symm_dev_mem"):
+        comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, world, 16, 256, use_symm_dev_mem=True)
     comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)
 
 
@@ -126,7 +142,11 @@ def mnnvl_calls(rank, world, device):
 
 def pcie(rank, world, device):
     group = dist.group.WORLD
-    assert comm.resolve_pcie_ipc_profile(group, "switch-paired").reason == "requested"
+    pairs, alone = "pcieswitch-pairs", "rootcplx-noswitch"
+    for asked, profile in ((pairs, pairs), ("pcieswitch", pairs), ("RootCplx", alone), (alone, alone)):
+        assert comm.resolve_pcie_ipc_profile(group, asked) == PcieIpcProfileDecision(profile, "requested")
+    with pytest.raises(ValueError, match="requested: got 'x'"):
+        comm.resolve_pcie_ipc_profile(group, "x")
     with comm.PcieIpcAllReduceWorkspace(group, 4096) as ws:
         for seed, shape in enumerate(((4, 256), (2048,))):
             xs = of_ranks(world, shape, device, seed)
@@ -178,7 +198,17 @@ def ulysses(rank, world, device):
             )  # fmt: skip
         assert torch.equal(out, value[rank])
         made.check()
-        made.close()
+        assert made.decision.backend == made.backend
+        assert made.fallback_reason == (made.decision.reason if (backend, made.backend) == ("auto", "nccl") else None)
+        assert made.create_workspace(max_elems=5).max_elems == 5 and made.create_workspace().device == made.device
+        for count in (0, (1 << 12) + 1):
+            with pytest.raises(ValueError, match="max_elems: got"):
+                made.create_workspace(max_elems=count)
+        with made as same:
+            assert same is made
+        for call in (made.create_workspace, lambda m=made: m.scatter_heads(xs[rank])):
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
 
 
 def lse_reduce(rank, world, device):

@@ -140,8 +140,54 @@ def test_which_backend_ulysses_takes():
         assert comm.decide_ulysses_backend("auto", other).backend == "nccl"
         with pytest.raises(comm.UlyssesBackendError):
             comm.decide_ulysses_backend("nvlink", other)
+    assert comm.decide_ulysses_backend("nvlink", both[::-1]).backend == "nvlink"
     with pytest.raises(ValueError, match="requested: got 'x'"):
         comm.decide_ulysses_backend("x", both)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"peer_p2p": {"b": False}}, "no P2P from rank 0 to rank 1"),
+        ({"peer_nvlink": {}, "pair_errors": {"b": "unknown"}}, "no NVLink from rank 0 to rank 1: unknown"),
+        ({"rank": 1}, "ranks .1, 1. are not 0 to 1"),
+        ({"probe_error": "lost"}, "the probe of rank 0 failed: lost"),
+        ({"hostname": "there"}, "multiple hosts"),
+        ({"device_uuid": ""}, "the GPU of rank 0 is unknown"),
+        ({"device_uuid": "b"}, "ranks 0 and 1 have the same GPU b"),
+    ],
+)
+def test_what_keeps_ulysses_from_peers_memory(change, reason):
+    first, second = (
+        comm.UlyssesRankTopology(rank, "host", rank, "ab"[rank], "", {"ba"[rank]: True}, {"ba"[rank]: True})
+        for rank in range(2)
+    )
+    assert comm.decide_ulysses_backend("auto", [first, second]).backend == "nvlink"
+    for name, value in change.items():
+        setattr(first, name, value)
+    found = comm.decide_ulysses_backend("auto", [first, second])
+    assert found.backend == "nccl" and re.search(reason, found.reason)
+    with pytest.raises(comm.UlyssesBackendError, match=reason):
+        comm.decide_ulysses_backend("nvlink", [first, second])
+
+
+def test_a_device_that_is_not_there_is_an_answer_of_the_probe():
+    for device in ("cuda:90", 90, None):
+        found = comm.probe_ulysses_rank_topology(device, 3)
+        assert found.rank == 3 and (found.probe_error or found.device_uuid)
+
+
+def test_bytes_of_any_rank_are_seen_as_a_tensor():
+    whole = torch.arange(3 * 40, dtype=torch.uint8).view(3, 40)
+    for workspace in (whole[:, :32], whole[:, :32].view(torch.int64)):
+        seen = comm.moe_a2a_wrap_payload_tensor_in_workspace(workspace, [2], 80 + 8, 80 + 24, torch.int32)
+        assert seen.data_ptr() == whole[2].data_ptr() + 8
+        torch.testing.assert_close(seen, whole[2, 8:24].view(torch.int32).view(2, 2), rtol=0, atol=0)
+    row = comm.moe_a2a_wrap_payload_tensor_in_workspace(whole[1], [5], 0, 40, torch.int64)
+    assert row.data_ptr() == whole[1].data_ptr() and row.shape == (5, 1)
+    for start, end in ((120, 124), (80 + 24, 80 + 40)):
+        with pytest.raises(ValueError, match="slice_"):
+            comm.moe_a2a_wrap_payload_tensor_in_workspace(whole[:, :32], [1], start, end, torch.int32)
 
 
 def test_sizes_of_workspaces():

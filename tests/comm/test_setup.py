@@ -7,6 +7,7 @@ import torch.distributed as dist
 from flashinfer import comm
 from flashinfer.comm._workspaces import MNNVLAllreduceFusionStrategy
 from flashinfer.comm.mnnvl import MnnvlMemory
+from flashinfer.comm.quantized_allreduce import quantized_all_reduce
 
 
 def test_every_rank_has_one_place_and_groups_partition_ranks():
@@ -31,6 +32,36 @@ def test_every_rank_has_one_place_and_groups_partition_ranks():
     assert made[17].is_last_pp_rank() and m.is_second_last_pp_rank() and made[0].is_first_pp_rank()
     assert comm.Mapping.from_dict(m.to_dict()) == m != made[12]
     assert len({*made, comm.Mapping.from_dict(m.to_dict())}) == 24
+
+
+def test_groups_are_those_of_the_layout():
+    """Ranks of a job are tensor-parallel in their lowest digits, then context-parallel, then stages."""
+    m = comm.Mapping(8, 5, tp_size=2, cp_size=2, pp_size=2)
+    assert m.tp_groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert m.cp_groups == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert m.pp_groups == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert (m.tp_group, m.cp_group, m.pp_group) == ([4, 5], [5, 7], [1, 5])
+    m = comm.Mapping(16, 9, 8, tp_size=8, pp_size=2, moe_tp_size=2, moe_ep_size=4)
+    assert m.moe_tp_groups == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert m.moe_ep_groups == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert (m.moe_tp_group, m.moe_ep_group) == ([9, 13], [8, 9, 10, 11])
+    m = comm.Mapping(8, 7, tp_size=8, moe_cluster_size=4)
+    assert m.moe_cluster_groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and m.moe_cluster_group == [4, 5, 6, 7]
+
+
+def test_attention_heads_are_split_over_all_ranks_of_a_stage_where_nothing_else_is_said():
+    m = comm.Mapping(8, 0, tp_size=2, cp_size=4)
+    assert (m.attn_tp_size, m.attn_cp_size) == (8, 1)
+    m = comm.Mapping(8, 0, tp_size=2, cp_size=4, attn_cp_size=4)
+    assert (m.attn_tp_size, m.attn_cp_size) == (2, 4)
+
+
+def test_a_split_that_is_not_known_yet_has_one_place():
+    m = comm.Mapping(4, 3, auto_parallel=True)
+    assert (m.rank, m.tp_rank, m.cp_rank, m.pp_rank, m.moe_ep_rank) == (3, 0, 0, 0, 0)
+    assert (m.tp_group, m.cp_group, m.pp_group) == ([0], [0], [0, 1, 2, 3])
+    with pytest.raises(ValueError, match="tp_size: got 4; allowed: 1, with auto_parallel"):
+        comm.Mapping(4, 3, tp_size=4, auto_parallel=True)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +113,36 @@ def group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def test_nothing_is_recorded_for_gradients(group, device):
+    """Of rows and weights that learn: results do not, and a workspace's memory keeps no graph."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+    def learning(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+    one, ids = comm.Mapping(), torch.randint(4, (5, 2), dtype=torch.int32, device=device)
+    reducing = comm.create_allreduce_fusion_workspace("auto", 1, 0, 8, 64, torch.bfloat16)
+    exchange = comm.MoeAlltoAll(one, 8, 2, 4, hidden_size=64)
+    heads = comm.decode_cp_a2a_allocate_mnnvl_workspace(one)
+    sequences = comm.UlyssesCommunicator(max_elems=4096, dtype=torch.bfloat16)
+    results = [
+        comm.allreduce_fusion(
+            learning(5, 64), reducing, comm.AllReduceFusionPattern.kARResidualRMSNorm, residual_in=learning(5, 64),
+            rms_gamma=torch.nn.Parameter(torch.ones(64, device=device)),
+        ),
+        *exchange.dispatch(ids, [learning(5, 64), ids], 8),
+        exchange.combine(learning(1, 8, 64), 8),
+        *comm.decode_cp_a2a_alltoall(learning(3, 1, 64), learning(3, 1, 2, dtype=torch.float32), heads, 0, 1),
+        comm.decode_cp_a2a_lse_reduce(learning(3, 1, 64), learning(3, 1, dtype=torch.float32), heads, 0, 1),
+        sequences.scatter_heads(learning(1, 4, 2, 8), out=learning(1, 4, 2, 8).detach()),
+        quantized_all_reduce(learning(512), group),
+    ]  # fmt: skip
+    assert not [result for result in results if result.requires_grad]
+    # Again, in the memory of before.
+    assert not exchange.dispatch(ids, [learning(5, 64)], 8)[0].requires_grad
 
 
 def test_a_group_of_torch(group):
@@ -189,7 +250,8 @@ def test_memory_of_one_rank(device):
 def test_workspaces_by_upstreams_names():
     made = comm.TRTLLMAllReduceFusionWorkspace(1, 0, 8, 64, torch.float32)
     assert isinstance(made, comm.AllReduceFusionWorkspace) and (made.backend, made.tp_size) == ("trtllm", 1)
-    assert made.metadata == {"use_fp32_lamport": True} and (made.mc_ptr != 0) == torch.cuda.is_available()
+    known = {"tp_rank": 0, "tp_size": 1, "max_token_num": 8, "hidden_dim": 64, "use_fp32_lamport": True}
+    assert made.metadata == known and (made.mc_ptr != 0) == torch.cuda.is_available()
     need = comm.MNNVLAllReduceFusionWorkspace.get_required_buffer_size_bytes(1, 8, 64, torch.bfloat16)
     sized = comm.MNNVLAllReduceFusionWorkspace(comm.Mapping(), buffer_size_in_bytes=need)
     assert sized.backend == "mnnvl" and sized.is_buffer_size_sufficient(1, 8, 64, torch.bfloat16)

@@ -83,6 +83,9 @@ def test_environments_of_kept_choices():
     assert _classify_metadata_mismatches(dict(here), here) == ({}, {})
     hard, soft = _classify_metadata_mismatches(here | {"gpu": "another"}, here)
     assert hard == {"gpu": ("another", here["gpu"])} and not soft
+    unknown = {"gpu": "unknown", "cuda_version": None, "flashinfer_version": "*"}
+    hard, soft = _classify_metadata_mismatches(unknown, here)
+    assert not hard and soft == {name: (unknown.get(name), here[name]) for name in here if name != "flashinfer_version"}
 
 
 def test_backends_that_engines_ask_for():
@@ -101,5 +104,5 @@ def test_a_workspace_says_what_it_was_made_for():
         space = create_allreduce_fusion_workspace(
             "auto", world_size=1, rank=0, max_token_num=4, hidden_dim=64, dtype=dtype, use_fp32_lamport=True
         )
-        assert space.backend == "trtllm" and space.metadata == {"use_fp32_lamport": dtype == torch.float32}
+        assert space.backend == "trtllm" and space.metadata["use_fp32_lamport"] == (dtype == torch.float32)
         space.destroy()

@@ -286,7 +286,7 @@ class Hostile:
                 why = "taken, where the same values are refused"
             else:
                 # What was one tensor in two places is so no longer.
-                parts = set() if _shares(name, call.arguments) else written
+                parts = set() if _shares(name, call.arguments) else written or set()
                 taken_parts, expected_parts = (
                     (result, [given[each] for each in sorted(parts)])
                     for given, result in (taken, (expected.given, expected.result))

@@ -20,7 +20,8 @@ RAISE_NOTHING = {
     "autotuner.autotuner_initializer_rand_scaled", "autotuner.autotuner_initializer_randn",
     "autotuner.autotuner_initializer_zeros", "autotuner.get_autotune_process_group",
     "autotuner.is_in_profile_measurement",
-    "collect_env.collect_env_info", "collect_env.format_report", "collect_env.main", "comm.vllm_meta_size",
+    "collect_env.collect_env_info", "collect_env.format_report", "collect_env.main", "comm.probe_ulysses_rank_topology",
+    "comm.vllm_meta_size",
     "fused_moe.get_scratchpad_size_bytes", "fused_moe.has_monomoe", "gdn_kernels.gdn_fused_decode_step_supported",
     "kda_prefill.kda_prefill_supports_fp32_checkpoints", "moe_ep.available_communication_backends",
     "norm.supports_gated_residual_next_rmsnorm", "norm.supports_gated_residual_rmsnorm",
@@ -31,7 +32,7 @@ RAISE_NOTHING = {
 METHODS_RAISE_NOTHING = {
     "attention._core.BatchAttention.prewarm_paged_kv_stride_variant",
     "autotuner.autotuner.AutoTuner.prepare_tactic_profile",
-    "autotuner.kept.Kept.load_configs", "autotuner.kept.Kept.save_configs",
+    "autotuner.kept.Kept.save_configs",
     "autotuner.profiles.TunableRunner.get_cache_key_extras",
     "cascade.multi_level.MultiLevelCascadeAttentionWrapper.prewarm_paged_kv_stride_variant",
     "cascade.shared_prefix.BatchPrefillWithSharedPrefixPagedKVCacheWrapper.prewarm_paged_kv_stride_variant",

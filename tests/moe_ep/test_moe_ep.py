@@ -161,6 +161,19 @@ def test_bad_sizes(make, message):
         make()
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_are_rounded_on_their_way_back(device, in_place):
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ep = alone(config=NVLinkOneSidedConfig(use_low_precision_combine=True))
+    ep.dispatch(X.to(device), IDS.to(device))
+    rows = (torch.randn(8, 128, device=device) * 200).bfloat16()
+    given = ep.get_combine_input_buffer(torch.bfloat16).copy_(rows) if in_place else rows
+    out = ep.combine(given)
+    rounded = rows.float().clamp(-448, 448).to(torch.float8_e4m3fn)[: len(X)].to(torch.bfloat16)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, rounded)
+
+
 def test_calls_out_of_turn(device):
     if device.type == "cuda":
         torch.cuda.set_device(device)

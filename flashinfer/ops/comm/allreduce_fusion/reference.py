@@ -42,7 +42,8 @@ def own_rows(problem, given: Rows) -> torch.Tensor:
 def _quantize(problem, y, scale, out: Results) -> None:
     scale = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=y.device)
     fp8 = torch.float8_e4m3fn
-    codes = out.codes.view(torch.uint8)
+    # Callers give them in any shape.
+    codes = out.codes.view(torch.uint8).view(len(y), -1) if len(y) else out.codes
     if problem.number_format == "fp8":
         codes.copy_(narrow.to_fp8(y * (1 / scale), fp8).view(torch.uint8))
     elif problem.number_format == "fp8_row":

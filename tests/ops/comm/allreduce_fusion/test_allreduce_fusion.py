@@ -263,6 +263,62 @@ def test_bad_calls(case, change, message):
         comm.allreduce_fusion(**{"workspace": alone()} | given | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": None}, "input: got None; allowed: a torch.Tensor"),
+        ({"residual_in": [1.0]}, "residual_in: got a list; allowed: a torch.Tensor"),
+        ({"norm_out": 3}, "norm_out: got 3; allowed: a torch.Tensor"),
+        ({"rms_eps": [1e-5]}, "rms_eps: got a list; allowed: a number"),
+    ],
+)
+def test_values_of_other_kinds(change, message):
+    given = cases.inputs("norm", 0, 1, (5, 256), torch.bfloat16)
+    with pytest.raises(ValueError, match=f"^{message}") as raised:
+        comm.allreduce_fusion(workspace=alone(), **given | cases.results("norm", (5, 256), torch.bfloat16) | change)
+    assert isinstance(raised.value, TypeError)
+
+
+def test_rows_that_experts_have_not():
+    given = cases.inputs("finalize", 0, 1, (5, 256), torch.bfloat16)
+    given["expanded_idx_to_permuted_idx"][2, 1] = len(given["input"])
+    with pytest.raises(ValueError, match="^expanded_idx_to_permuted_idx: got .* 20; allowed: .* 19"):
+        comm.allreduce_fusion(workspace=alone(), **given | cases.results("finalize", (5, 256), torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: {"output": g["residual_in"]}, "output: got the memory of residual_in"),
+        (lambda g: {"weight_bias": torch.zeros(2)}, r"weight_bias: got a tensor \(2,\); allowed: a number"),
+        (lambda g: {"rms_eps": torch.zeros(2)}, r"rms_eps: got a tensor \(2,\); allowed: a number"),
+    ],
+)
+def test_a_sum_in_the_residuals_place_and_numbers_that_are_several(change, message):
+    given = cases.inputs("norm", 0, 1, (5, 256), torch.bfloat16)
+    given |= cases.results("norm", (5, 256), torch.bfloat16)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        comm.allreduce_fusion(workspace=alone(), **given | change(given))
+
+
+@pytest.mark.parametrize("case", ["fp8", "fp4", "row", "group"])
+def test_codes_in_a_flat_tensor(case, device):
+    given = cases.inputs(case, 0, 1, (5, 256), torch.bfloat16, device)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        first, second = (cases.results(case, (5, 256), torch.bfloat16, device) for _ in range(2))
+        expected = comm.allreduce_fusion(workspace=alone(), **given, **first)
+        second["quant_out"] = second["quant_out"].view(-1)
+        flat = comm.allreduce_fusion(workspace=alone(), **given, **second)
+    assert flat is second["quant_out"] and torch.equal(flat.view(torch.uint8), expected.view(torch.uint8).view(-1))
+
+
+def test_no_bias_of_the_weight():
+    given = cases.inputs("norm", 0, 1, (5, 256), torch.bfloat16)
+    out = cases.results("norm", (5, 256), torch.bfloat16)
+    expected = comm.allreduce_fusion(workspace=alone(), **given | out | {"weight_bias": 0.0}).clone()
+    assert torch.equal(comm.allreduce_fusion(workspace=alone(), **given | out | {"weight_bias": None}), expected)
+
+
 @pytest.mark.parametrize("case", cases.CASES)
 def test_options_that_a_pattern_does_not_use_change_nothing(case):
     """vLLM names a layout of FP4 scales with every pattern; upstream ignores it, scales, groups and biases so."""

@@ -115,6 +115,9 @@ def test_fp4_linear(m, device):
     close(gemm.fp4_linear(*given, bias, out_dtype=E4M3, output_quant_scale=quant), (y / 4).clamp(-448, 448), E4M3)
     layer = by_path.prepare_fp4_linear(*given[3:5], given[2], given[5], bias)
     assert_bitwise(layer(*given[:2]), out[:m])
+    # A model's bias learns; its product here does not.
+    learning = by_path.prepare_fp4_linear(*given[3:5], given[2], given[5], torch.nn.Parameter(bias))(*given[:2])
+    assert not learning.requires_grad
     layer = by_path.prepare_fp4_linear(*given[3:5], given[2], given[5], bias, out_dtype=E4M3)
     assert_bitwise(layer(*given[:2]), gemm.fp4_linear(*given, bias, out_dtype=E4M3)[0])
 
