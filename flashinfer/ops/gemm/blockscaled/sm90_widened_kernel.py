@@ -357,12 +357,23 @@ def _finish(acc, factor, staging, tensors, slot, index, slices, row, column, siz
 
 @gluon.jit
 def _multiply(operands, acc, tokens: Tokens, step):
-    """Start the product of operands, 64 elements of K each, with a stage of tokens."""
-    stage = tokens.channel.wait(step)
+    """Start the product of operands, 64 elements of K each, with a stage of tokens that is full."""
+    stage = tokens.channel.stage(step)
     for box in gl.static_range(tokens.BOXES):
         tile = tokens.tiles.index(stage * tokens.BOXES + box).permute([1, 0])
         acc = warpgroup_mma(operands[box], tile, acc, is_async=True)
     return acc
+
+
+@gluon.jit
+def _completed(acc, tokens: Tokens, step):
+    """Wait for the product with a stage of tokens, and release it.
+
+    The caller has widened the next operand, and waited for the next tokens. The assembler brings a wait for products
+    up to the last branch: that of the wait for the tokens stands after what is to be done meanwhile."""
+    acc = warpgroup_mma_wait(0, [acc])
+    tokens.channel.release(step)
+    return acc, step + 1
 
 
 @gluon.jit
@@ -380,9 +391,8 @@ def _up_to_last(operands, codes, found, acc, tokens: Tokens, weights: Weights, s
     if tokens.BOXES == 1:
         acc = _multiply(operands, acc, tokens, step)
         operands = (weights.half(codes, found, 1, OPERAND),)
-        acc = warpgroup_mma_wait(0, [acc])
-        tokens.channel.release(step)
-        step += 1
+        tokens.channel.wait(step + 1)
+        acc, step = _completed(acc, tokens, step)
     return operands, acc, step
 
 
@@ -404,6 +414,7 @@ def _consume(
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
         codes, found = weights.read(WG, read)
         operands = _first_operands(codes, found, tokens, weights, OPERAND)
+        tokens.channel.wait(step)
         for block in range(begin + 1, end):
             operands, acc, step = _up_to_last(operands, codes, found, acc, tokens, weights, step, OPERAND)
             acc = _multiply(operands, acc, tokens, step)
@@ -411,14 +422,11 @@ def _consume(
             read += 1
             codes, found = weights.read(WG, read)
             operands = _first_operands(codes, found, tokens, weights, OPERAND)
-            acc = warpgroup_mma_wait(0, [acc])
-            tokens.channel.release(step)
-            step += 1
+            tokens.channel.wait(step + 1)
+            acc, step = _completed(acc, tokens, step)
         operands, acc, step = _up_to_last(operands, codes, found, acc, tokens, weights, step, OPERAND)
         acc = _multiply(operands, acc, tokens, step)
-        acc = warpgroup_mma_wait(0, [acc])
-        tokens.channel.release(step)
-        step += 1
+        acc, step = _completed(acc, tokens, step)
         read += 1
         # Loaded here and not before the loop over K, through which it would take a register.
         factor = _REST if weights.FORMAT == "e2m1" and weights.SCALE == "ue4m3" else 1.0
