@@ -356,44 +356,25 @@ def _finish(acc, factor, staging, tensors, slot, index, slices, row, column, siz
 
 
 @gluon.jit
-def _multiply(operands, acc, tokens: Tokens, step):
-    """Start the product of operands, 64 elements of K each, with a stage of tokens that is full."""
-    stage = tokens.channel.stage(step)
-    for box in gl.static_range(tokens.BOXES):
-        tile = tokens.tiles.index(stage * tokens.BOXES + box).permute([1, 0])
-        acc = warpgroup_mma(operands[box], tile, acc, is_async=True)
-    return acc
-
-
-@gluon.jit
-def _completed(acc, tokens: Tokens, step):
-    """Wait for the product with a stage of tokens, and release it.
-
-    The caller has widened the next operand, and waited for the next tokens. The assembler brings a wait for products
-    up to the last branch: that of the wait for the tokens stands after what is to be done meanwhile."""
-    acc = warpgroup_mma_wait(0, [acc])
-    tokens.channel.release(step)
-    return acc, step + 1
-
-
-@gluon.jit
-def _first_operands(codes, found, tokens: Tokens, weights: Weights, OPERAND: gl.constexpr):
-    """The operands of a block's first stage."""
-    operands = ()
-    for box in gl.static_range(tokens.BOXES):
-        operands += (weights.half(codes, found, box, OPERAND),)
-    return operands
-
-
-@gluon.jit
-def _up_to_last(operands, codes, found, acc, tokens: Tokens, weights: Weights, step, OPERAND: gl.constexpr):
-    """Multiply a block but for its last stage, whose operands are widened meanwhile."""
-    if tokens.BOXES == 1:
-        acc = _multiply(operands, acc, tokens, step)
-        operands = (weights.half(codes, found, 1, OPERAND),)
-        tokens.channel.wait(step + 1)
-        acc, step = _completed(acc, tokens, step)
-    return operands, acc, step
+def _add_block(acc, tokens: Tokens, weights: Weights, WG: gl.constexpr, read, step, FIRST: gl.constexpr, OPERAND: gl.constexpr):
+    """acc + the product of 128 elements of K. A half is widened while the tensor cores multiply the half before, whose
+    stage of tokens is then free. FIRST : there is none before."""
+    AHEAD: gl.constexpr = tokens.channel.full.shape[0] - 1
+    codes, found = weights.read(WG, read)
+    for half in gl.static_range(2):
+        operand = weights.half(codes, found, half, OPERAND)
+        box = half % tokens.BOXES
+        if box == 0:
+            tokens.channel.wait(step)
+        tile = tokens.tiles.index(tokens.channel.stage(step) * tokens.BOXES + box).permute([1, 0])
+        acc = warpgroup_mma(operand, tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, [acc])
+        if box == 0:
+            if half == 1 or not FIRST:
+                tokens.channel.release(step + AHEAD)
+        if box == tokens.BOXES - 1:
+            step += 1
+    return acc, step
 
 
 @gluon.jit
@@ -412,22 +393,13 @@ def _consume(
     for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         entry, tile_m, tile_n, index, tile, begin, end = size.place(work, GROUP)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
-        codes, found = weights.read(WG, read)
-        operands = _first_operands(codes, found, tokens, weights, OPERAND)
-        tokens.channel.wait(step)
+        acc, step = _add_block(acc, tokens, weights, WG, read, step, True, OPERAND)
         for block in range(begin + 1, end):
-            operands, acc, step = _up_to_last(operands, codes, found, acc, tokens, weights, step, OPERAND)
-            acc = _multiply(operands, acc, tokens, step)
-            # The next block is widened while the tensor cores multiply this one.
             read += 1
-            codes, found = weights.read(WG, read)
-            operands = _first_operands(codes, found, tokens, weights, OPERAND)
-            tokens.channel.wait(step + 1)
-            acc, step = _completed(acc, tokens, step)
-        operands, acc, step = _up_to_last(operands, codes, found, acc, tokens, weights, step, OPERAND)
-        acc = _multiply(operands, acc, tokens, step)
-        acc, step = _completed(acc, tokens, step)
+            acc, step = _add_block(acc, tokens, weights, WG, read, step, False, OPERAND)
         read += 1
+        acc = warpgroup_mma_wait(0, [acc])
+        tokens.channel.release(step + tokens.channel.full.shape[0] - 1)
         # Loaded here and not before the loop over K, through which it would take a register.
         factor = _REST if weights.FORMAT == "e2m1" and weights.SCALE == "ue4m3" else 1.0
         if ALPHA:
