@@ -32,8 +32,8 @@ class Sm90Widened:
 
     Attributes
     ----------
-    tokens : int
-        Tokens of a tile, beside 128 rows of the weight.
+    tokens, rows : int
+        Tokens of a tile, and rows of the weight of each of its two warpgroups.
     boxes, stages : int
         Tiles of tokens, 64 of K each, in a stage of the shared memory ring, and its stages.
     code_stages : int
@@ -45,6 +45,7 @@ class Sm90Widened:
     """
 
     tokens: int
+    rows: int
     boxes: int
     stages: int
     code_stages: int
@@ -64,9 +65,9 @@ def sm90_widened(problem, target) -> Sm90Widened:
 
 def _widened(problem, tokens: int) -> Sm90Widened:
     # As many stages as 227 KiB hold beside the buffer of results.
-    boxes, stages, codes = {256: (1, 5, 3), 128: (2, 4, 4), 64: (2, 5, 8)}.get(tokens, (2, 6, 8))
+    rows, boxes, stages, codes = {256: (64, 1, 5, 3), 128: (64, 2, 4, 4), 64: (128, 2, 4, 6)}.get(tokens, (128, 2, 8, 8))
     codes = codes if problem.b == "e2m1" else max(codes // 2, 2)
-    return Sm90Widened(tokens, boxes, stages, codes, group=8, registers=232, copy_registers=40)
+    return Sm90Widened(tokens, rows, boxes, stages, codes, group=8, registers=232, copy_registers=40)
 
 
 def widened_tiles(problem) -> list[Sm90Widened]:
@@ -84,12 +85,12 @@ def widened_tile(problem, batch: int, m: int, n: int, k: int, sms: int) -> tuple
     """
     found = []
     for c in widened_tiles(problem):
-        tiles = batch * -(-m // c.tokens) * -(-n // 128)
+        tiles = batch * -(-m // c.tokens) * -(-n // (2 * c.rows))
         step = 0.57 + 0.0032 * c.tokens if problem.b == "e2m1" else 0.83 + 0.002 * c.tokens
         for slices in range(1, max(min(k // 512, 16), 1) + 1):
-            time = -(-tiles * slices // sms) * (k / 128 / slices * step + 3)
+            time = -(-tiles * slices // sms) * (k / 128 / slices * step * c.rows / 64 + 3)
             if slices > 1:
-                sums = slices * c.tokens * 128 * 4
+                sums = slices * c.tokens * 2 * c.rows * 4
                 time += 4 + 2 * tiles * sums / 3e6 + sums / 1e5
             found.append((time, slices, c.tokens, c))
     _, slices, _, c = min(found, key=lambda one: one[:3])

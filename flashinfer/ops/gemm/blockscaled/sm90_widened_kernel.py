@@ -22,13 +22,12 @@ from flashinfer._core.gluon_compat import (
     aggregate, block_barrier, cp_async, cp_async_arrive, gl, gluon, tma_load, warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
-from flashinfer.ops._device.sm90.mma import ROWS, halves
+from flashinfer.ops._device.sm90.mma import halves
 from flashinfer.ops._device.sm90.ring import Channel, make_channel
 from flashinfer.ops.gemm._device.sm90_slices import Size, add_slices
 
 _BITS = {"e2m1": 4, "fp8e4nv": 8, "fp8e5": 8}
-# Rows of B of a tile, and elements of K of a stage of codes.
-TILE = gl.constexpr(128)
+# Elements of K of a stage of codes.
 _BLOCK = gl.constexpr(128)
 
 # A word of eight e2m1 codes ($4) times a factor, twice in a word ($5): codes 0 and 4, 1 and 5, 2 and 6, 3 and 7, as two
@@ -128,31 +127,31 @@ def _bytes(FORMAT):
 
 
 @gluon.constexpr_function
-def _by_threads(*inside):
-    """The layout [64 rows, ...] of what the four threads of a row have of it, rows r and r + 8 each: `inside` are the
+def _by_threads(ROWS, *inside):
+    """The layout [ROWS, ...], 64 or 128 rows, of what the four threads of a row have of it, rows r and r + 8 each: `inside` are the
     bases of registers, and of the two bits of a row's threads, in the other dimensions, whose sizes come first."""
     sizes, registers, threads = inside
     rest = [0] * len(sizes)
     return gl.DistributedLinearLayout(
-        [[0, *base] for base in registers] + [[8, *rest]],
+        [[0, *base] for base in registers] + [[row, *rest] for row in (8, 64)[: ROWS // 64]],
         [[0, *base] for base in threads] + [[1, *rest], [2, *rest], [4, *rest]],
-        [[16, *rest], [32, *rest]], [], [64, *sizes],
+        [[16, *rest], [32, *rest]], [], [ROWS, *sizes],
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def _by_bytes(BYTES):
-    """The layout of bytes of codes [64, 4 * BYTES]."""
-    return _by_threads([4 * BYTES], [[1 << i] for i in range(BYTES.bit_length() - 1)], [[BYTES], [2 * BYTES]])
+def _by_bytes(ROWS, BYTES):
+    """The layout of bytes of codes [ROWS, 4 * BYTES]."""
+    return _by_threads(ROWS, [4 * BYTES], [[1 << i] for i in range(BYTES.bit_length() - 1)], [[BYTES], [2 * BYTES]])
 
 
 @gluon.constexpr_function
-def _by_factors(WIDTH):
-    """The layout of words of four factors [64, 1 or 2, 4 or 2]: of 32 elements all four threads share a word, of 16
+def _by_factors(ROWS, WIDTH):
+    """The layout of words of four factors [ROWS, 1 or 2, 4 or 2]: of 32 elements all four threads share a word, of 16
     elements two."""
     if WIDTH == 32:
-        return _by_threads([1, 4], [], [[0, 1], [0, 2]])
-    return _by_threads([2, 2], [], [[0, 1], [1, 0]])
+        return _by_threads(ROWS, [1, 4], [], [[0, 1], [0, 2]])
+    return _by_threads(ROWS, [2, 2], [], [[0, 1], [1, 0]])
 
 
 @gluon.jit
@@ -199,8 +198,9 @@ def _pairs(codes, SCALE: gl.constexpr):
 
 @gluon.jit
 def _widened(bytes, factor, FORMAT: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Bytes of codes [64, 4, .] times the factors [64, 4] as wgmma's first operand, bfloat16 [64, 64]: each thread's
-    own."""
+    """Bytes of codes [rows, 4, .] times the factors [rows, 4] as wgmma's first operand, bfloat16 [rows, 64]: each
+    thread's own."""
+    ROWS: gl.constexpr = bytes.shape[0]
     WORDS: gl.constexpr = bytes.shape[2] // 4
     factor = gl.convert_layout(factor, gl.SliceLayout(2, bytes.type.layout), assert_trivial=True)
     factors, bytes = gl.broadcast(factor[:, :, None], bytes)
@@ -211,13 +211,13 @@ def _widened(bytes, factor, FORMAT: gl.constexpr, SCALE: gl.constexpr, LAYOUT: g
             is_pure=True, pack=4,
         )  # fmt: skip
         # rows, threads, words, pair of first or second, which of a pair, first or second
-        wide = gl.join(first, second).reshape([64, 4, WORDS, 2, 2, 2]).permute([0, 2, 5, 3, 1, 4])
+        wide = gl.join(first, second).reshape([ROWS, 4, WORDS, 2, 2, 2]).permute([0, 2, 5, 3, 1, 4])
     else:
         wide = gl.inline_asm_elementwise(
             _text(FORMAT), "=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=gl.bfloat16, is_pure=True, pack=4
         )  # fmt: skip
-        wide = wide.reshape([64, 4, WORDS, 2, 2]).permute([0, 2, 3, 1, 4])
-    return gl.convert_layout(wide.reshape([64, 64]), LAYOUT, assert_trivial=True)
+        wide = wide.reshape([ROWS, 4, WORDS, 2, 2]).permute([0, 2, 3, 1, 4])
+    return gl.convert_layout(wide.reshape([ROWS, 64]), LAYOUT, assert_trivial=True)
 
 
 @aggregate
@@ -235,15 +235,17 @@ class Weights:
 
     @gluon.jit
     def read(self, WG: gl.constexpr, step):
-        """A thread's bytes of codes [64, 4, .], and its words of factors [64, 4]."""
+        """A thread's bytes of codes [rows, 4, .], and its words of factors [rows, 4]."""
+        ROWS: gl.constexpr = self.codes.shape[1] // 2
         BYTES: gl.constexpr = _bytes(self.FORMAT)
         PER: gl.constexpr = 32 // self.WIDTH
-        BY_FACTORS: gl.constexpr = _by_factors(self.WIDTH)
+        BY_FACTORS: gl.constexpr = _by_factors(ROWS, self.WIDTH)
         stage = self.channel.wait(step)
-        bytes = self.codes.index(stage).slice(WG * 64, 64, dim=0).load(_by_bytes(BYTES)).reshape([64, 4, BYTES])
-        found = self.factors.index(stage).slice(WG * 64, 64, dim=1).permute([1, 0])
+        bytes = self.codes.index(stage).slice(WG * ROWS, ROWS, dim=0).load(_by_bytes(ROWS, BYTES))
+        bytes = bytes.reshape([ROWS, 4, BYTES])
+        found = self.factors.index(stage).slice(WG * ROWS, ROWS, dim=1).permute([1, 0])
         found = found.load(gl.SliceLayout(2, BY_FACTORS))
-        found = (found[:, :, None] + gl.zeros([64, PER, 4 // PER], gl.int32, BY_FACTORS)).reshape([64, 4])
+        found = (found[:, :, None] + gl.zeros([ROWS, PER, 4 // PER], gl.int32, BY_FACTORS)).reshape([ROWS, 4])
         self.channel.release(step)
         return bytes, found
 
@@ -251,7 +253,7 @@ class Weights:
     def half(self, bytes, found, HALF: gl.constexpr, OPERAND: gl.constexpr):
         """The first or the second half of a thread's bytes and factors, widened."""
         BYTES: gl.constexpr = bytes.shape[2]
-        both = bytes.reshape([64, 4, 2, BYTES // 2]).permute([0, 1, 3, 2]).split()
+        both = bytes.reshape([bytes.shape[0], 4, 2, BYTES // 2]).permute([0, 1, 3, 2]).split()
         thread = gl.arange(0, 4, gl.SliceLayout(0, found.type.layout))[None, :]
         if self.WIDTH == 16:
             found = found >> (thread % 2 * 16 + 8 * HALF)
@@ -286,7 +288,7 @@ def _copy_weights(b_map, b_scale, of_rows, weights: Weights, step, entry, column
     # expected arrivals as it is: the stage expects one, that of `expect` below.
     cp_async_arrive(channel.full.index(stage))
     block_barrier()
-    _, full = channel.expect(step, TILE * BYTES)
+    _, full = channel.expect(step, weights.codes.shape[1] * BYTES)
     if weights.SHUFFLED:
         tma_load(b_map, [entry, column // 32, 0, 0, block * BYTES], full, weights.codes.index(stage))
     else:
@@ -299,6 +301,7 @@ def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, size: S
     BOXES: gl.constexpr = tokens.BOXES
     ROWS_OF_A: gl.constexpr = tokens.tiles.shape[1]
     PER: gl.constexpr = 32 // weights.WIDTH
+    TILE: gl.constexpr = weights.codes.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([PER, 1], [1, 32], [1, 1], [1, 0])
     step = 0
     copied = 0
@@ -321,7 +324,7 @@ def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, size: S
 
 @gluon.jit
 def _write(acc, factor, staging, out, row, column, M, N, out_row):
-    """Write a tile [64 columns of the result, tokens], as many tokens at a time as `staging` holds, transposed through
+    """Write a tile [64 or 128 columns of the result, tokens], as many tokens at a time as `staging` holds, transposed through
     it so that whole rows are written."""
     if acc.shape[1] > staging.shape[0]:
         left, right = halves(acc)
@@ -330,8 +333,9 @@ def _write(acc, factor, staging, out, row, column, M, N, out_row):
     else:
         OUT: gl.constexpr = out.dtype.element_ty
         WIDE: gl.constexpr = 128 // OUT.primitive_bitwidth
+        ROWS: gl.constexpr = staging.shape[1]
         staging.store((acc * factor).to(OUT).permute([1, 0]))
-        result = staging.load(gl.BlockedLayout([1, WIDE], [WIDE // 2, 64 // WIDE], [4, 1], [1, 0]))
+        result = staging.load(gl.BlockedLayout([1, WIDE], [32 * WIDE // ROWS, ROWS // WIDE], [4, 1], [1, 0]))
         rows = row + gl.arange(0, result.shape[0], gl.SliceLayout(1, result.type.layout))
         columns = column + gl.arange(0, ROWS, gl.SliceLayout(0, result.type.layout))
         at = out + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
@@ -350,7 +354,7 @@ def _finish(acc, factor, staging, tensors, slot, index, slices, row, column, siz
     else:
         whole = slices == 1
         if not whole:
-            whole, acc = add_slices(acc, partial, arrived, slot, index, slices, N - column, 8192)
+            whole, acc = add_slices(acc, partial, arrived, slot, index, slices, N - column, 128 * acc.shape[0])
         if whole:
             _write(acc, factor, staging, out, row, column, M, N, out_row)
 
@@ -386,6 +390,7 @@ def _consume(
     out, partial, arrived = tensors
     M, N, out_entry, out_row = sizes
     COLUMNS: gl.constexpr = tokens.tiles.shape[1]
+    ROWS: gl.constexpr = weights.codes.shape[1] // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     step = 0
@@ -407,14 +412,14 @@ def _consume(
         to = (out + entry.to(gl.int64) * out_entry, partial, arrived)
         _finish(
             acc, factor, staging.index(WG), to, 2 * tile + WG, index, size.slices, tile_m * COLUMNS,
-            tile_n * TILE + WG * ROWS, (M, N, out_row),
+            tile_n * (2 * ROWS) + WG * ROWS, (M, N, out_row),
         )  # fmt: skip
 
 
 @gluon.jit
 def widened_sm90_kernel(
     a_map, b_map, b_scale, out, alpha, partial, arrived, M, N, K, batch, slices,
-    TOKENS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
     WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
@@ -427,10 +432,10 @@ def widened_sm90_kernel(
         gl.bfloat16, [STAGES * BOXES, TOKENS, 64], gl.NVMMASharedLayout.get_default_for([TOKENS, 64], gl.bfloat16)
     )  # fmt: skip
     codes = gl.allocate_shared_memory(
-        gl.uint8, [CODE_STAGES, TILE, BYTES], gl.NVMMASharedLayout.get_default_for([TILE, BYTES], gl.uint8)
+        gl.uint8, [CODE_STAGES, 2 * ROWS, BYTES], gl.NVMMASharedLayout.get_default_for([2 * ROWS, BYTES], gl.uint8)
     )  # fmt: skip
     factors = gl.allocate_shared_memory(
-        gl.int32, [CODE_STAGES, 32 // WIDTH, TILE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        gl.int32, [CODE_STAGES, 32 // WIDTH, 2 * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )  # fmt: skip
     staging = gl.allocate_shared_memory(
         OUT, [2, PART, ROWS], gl.NVMMASharedLayout.get_default_for([PART, ROWS], OUT)
@@ -438,7 +443,7 @@ def widened_sm90_kernel(
     tokens = Tokens(tiles, make_channel(STAGES, 1, 2), BOXES)
     weights = Weights(codes, factors, make_channel(CODE_STAGES, 1, 2), FORMAT, SCALE, WIDTH, FACTOR_LAYOUT, SHUFFLED)
     tiles_m = gl.cdiv(M, TOKENS)
-    tiles_n = gl.cdiv(N, TILE)
+    tiles_n = gl.cdiv(N, 2 * ROWS)
     size = Size(K // _BLOCK, tiles_m, tiles_n, slices, tiles_m * tiles_n * slices * batch)
     tensors = (out.rows, partial, arrived)
     sizes = (M, N, out.entry, out.row)
