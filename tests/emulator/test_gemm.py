@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flashinfer.ops.gemm.blockscaled import config
 from flashinfer.ops.gemm.dense import Inputs, Problem, dense
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
@@ -86,6 +87,15 @@ def test_widened_quickly():
         widened.check(CPU, 130, 264, 256, "nvfp4", batch=1)
         widened.check(CPU, 130, 136, 128, "mxfp8", batch=1, slices=1)
         widened.check(CPU, 20, 136, 640, "nvfp4", batch=1, slices=2)
+    assert set(launched) == {"widened_sm90_kernel"}
+
+
+@pytest.mark.parametrize("m, n, k, slices", [(20, 520, 640, 0), (130, 264, 256, 2)])
+def test_widened_tokens(monkeypatch, m, n, k, slices):
+    """NVFP4 times NVFP4 is widened to float16. The launch for the tokens runs in Triton's interpreter, as on a CPU."""
+    monkeypatch.setattr(config, "widen", lambda problem, target: config.Widen(16, 256, 4, 0))
+    with emulate("90a", seed=m) as launched:
+        widened.check(CPU, m, n, k, "nvfp4", batch=1, both=True, slices=slices, alpha=0.5)
     assert set(launched) == {"widened_sm90_kernel"}
 
 

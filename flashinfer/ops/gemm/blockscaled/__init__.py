@@ -85,6 +85,8 @@ class Widen:
     arranged : int
         Columns of `out` are in the order of `sm90_widened_kernel.py`, where columns this far apart, 1 or 4, are
         neighbours, and K is a multiple of 128. 0: they are in their own order.
+    half : bool
+        `out` is float16.
     """
 
     encoding: str
@@ -95,6 +97,7 @@ class Widen:
     aligned: bool = True
     whole: bool = True
     arranged: int = 0
+    half: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,11 @@ from flashinfer.ops.gemm.blockscaled.sm90_widened_kernel import widened_sm90_ker
 from flashinfer.ops.gemm.slices import scratch
 
 
+def _halves(p) -> bool:
+    """Whether operands are widened to float16, which products of e2m1 and e4m3 are exactly, and not to bfloat16."""
+    return p.a == p.b == "e2m1" and p.scale == "ue4m3"
+
+
 def _box(c) -> tuple[int, ...]:
     """The TMA box of the tokens."""
     return 1, c.tokens, 64
@@ -34,7 +39,7 @@ def _by_box(p, codes: torch.Tensor) -> torch.Tensor:
 def build(p, c) -> Build:
     step = "i64:4" if p.out == "fp32" else "i64:8"
     types = {
-        "a_map": tensordesc("bf16", _box(c)),
+        "a_map": tensordesc("fp16" if _halves(p) else "bf16", _box(c)),
         "b_map": tensordesc("u8", _code_box(p, c)),
         "b_scale.at": "*u8:4",
         "b_scale.entry": "i64:4",
@@ -63,7 +68,7 @@ widened_sm90 = Launcher("widened_sm90", build)
 def _arranged(p) -> Widen:
     """The problem of bringing the tokens into the order of the kernel."""
     scale = p.scale if p.a_layout else ""
-    return Widen(p.a, scale, p.width, p.a_layout, whole=False, arranged=4 if p.b == "e2m1" else 1)
+    return Widen(p.a, scale, p.width, p.a_layout, whole=False, arranged=4 if p.b == "e2m1" else 1, half=_halves(p))
 
 
 def kernels(p, c):
@@ -77,7 +82,7 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
     """slices : the number of K slices; 0 for the number that is estimated as fastest."""
     batch, m, n = out.shape
     k = b.shape[2] * 8 // config.BITS[p.b]
-    tokens = torch.empty(batch, m, k, dtype=torch.bfloat16, device=out.device)
+    tokens = torch.empty(batch, m, k, dtype=torch.float16 if _halves(p) else torch.bfloat16, device=out.device)
     target = target_of(out.device)
     portable_widen.run(_arranged(p), config.widen(p, target), a, a_scale, tokens)
     c, chosen = config.widened_tile(p, batch, m, n, k, target.sms)

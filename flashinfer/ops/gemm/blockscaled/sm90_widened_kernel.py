@@ -63,6 +63,41 @@ fma.rn.bf16x2 $3, $3, $5, none;
 }
 """
 _REST = gl.constexpr(256.0)
+# The same as float16, for tokens in NVFP4 too, which are float16 then: an e4m3 is one, and so is its product with an
+# e2m1. $5 has the factor in its lower half. The bytes of `high` and `low` are those of float16 with a second byte of 0, the
+# value over 2^14, _REST_OF_HALF.
+_FROM_E2M1_AS_HALF = """
+{
+.reg .b16 first, second;
+.reg .b32 high, low, other, factor;
+mov.b32 {first, second}, $5;
+mov.b32 factor, {first, first};
+shr.u32 high, $4, 3;
+and.b32 high, high, 0x0E0E0E0E;
+lop3.b32 high, $4, 0x80808080, high, 0xEA;
+shl.b32 low, $4, 4;
+shl.b32 other, $4, 1;
+and.b32 other, other, 0x0E0E0E0E;
+lop3.b32 low, low, 0x80808080, other, 0xEA;
+prmt.b32 $0, low, 0, 0x2404;
+prmt.b32 $1, high, 0, 0x2404;
+and.b32 $2, low, 0xFF00FF00;
+and.b32 $3, high, 0xFF00FF00;
+mul.rn.f16x2 $0, $0, factor;
+mul.rn.f16x2 $1, $1, factor;
+mul.rn.f16x2 $2, $2, factor;
+mul.rn.f16x2 $3, $3, factor;
+}
+"""
+_REST_OF_HALF = gl.constexpr(16384.0)
+# Two e4m3 in the lower half of a word as float16; the first of them counts.
+_UE4M3_AS_HALF = """
+{
+.reg .b16 first, second;
+mov.b32 {first, second}, $1;
+cvt.rn.f16x2.e4m3x2 $0, first;
+}
+"""
 _BY_2_126 = """
 .reg .b32 most;
 mov.b32 most, 0x7E807E80;
@@ -113,6 +148,8 @@ _TEXTS = {
     "fp8e4nv": _FROM_FP8.replace("KIND", "e4m3"),
     "fp8e5": _FROM_FP8.replace("KIND", "e5m2"),
     "ue4m3": _FROM_UE4M3,
+    "e2m1 as half": _FROM_E2M1_AS_HALF,
+    "ue4m3 as half": _UE4M3_AS_HALF,
 }
 
 
@@ -245,24 +282,29 @@ def _pairs(codes, SCALE: gl.constexpr):
 
 
 @gluon.jit
-def _widened(bytes, factor, FORMAT: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Bytes of codes [rows, 4, .] times the factors [rows, 4] as wgmma's first operand, bfloat16 [rows, 64]: each
-    thread's own."""
+def _widened(bytes, factor, FORMAT: gl.constexpr, TEXT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Bytes of codes [rows, 4, .] times the factors [rows, 4] as wgmma's first operand, TYPE [rows, 64]: each thread's
+    own."""
     ROWS: gl.constexpr = bytes.shape[0]
     WORDS: gl.constexpr = bytes.shape[2] // 4
     factor = gl.convert_layout(factor, gl.SliceLayout(2, bytes.type.layout), assert_trivial=True)
     factors, bytes = gl.broadcast(factor[:, :, None], bytes)
     # Four bytes at a time, as a word.
     if FORMAT == "e2m1":
-        first, second = gl.inline_asm_elementwise(
-            _text("e2m1 " + SCALE), "=&r,=&r,=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True, pack=4,
-        )  # fmt: skip
+        CONSTRAINTS: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r,r,r"
+        if TYPE == gl.float16:
+            first, second = gl.inline_asm_elementwise(
+                _text(TEXT), CONSTRAINTS, [bytes, factors], dtype=(gl.float16, gl.float16), is_pure=True, pack=4
+            )  # fmt: skip
+        else:
+            first, second = gl.inline_asm_elementwise(
+                _text(TEXT), CONSTRAINTS, [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+            )  # fmt: skip
         # rows, threads, words, pair of first or second, which of a pair, first or second
         wide = gl.join(first, second).reshape([ROWS, 4, WORDS, 2, 2, 2]).permute([0, 2, 5, 3, 1, 4])
     else:
         wide = gl.inline_asm_elementwise(
-            _text(FORMAT), "=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=gl.bfloat16, is_pure=True, pack=4
+            _text(TEXT), "=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=gl.bfloat16, is_pure=True, pack=4
         )  # fmt: skip
         wide = wide.reshape([ROWS, 4, WORDS, 2, 2]).permute([0, 2, 3, 1, 4])
     return gl.convert_layout(wide.reshape([ROWS, 64]), LAYOUT, assert_trivial=True)
@@ -298,7 +340,7 @@ class Weights:
         return bytes, found
 
     @gluon.jit
-    def half(self, bytes, found, HALF: gl.constexpr, OPERAND: gl.constexpr):
+    def half(self, bytes, found, HALF: gl.constexpr, TYPE: gl.constexpr, OPERAND: gl.constexpr):
         """The first or the second half of a thread's bytes and factors, widened."""
         BYTES: gl.constexpr = bytes.shape[2]
         both = bytes.reshape([bytes.shape[0], 4, 2, BYTES // 2]).permute([0, 1, 3, 2]).split()
@@ -307,7 +349,15 @@ class Weights:
             found = found >> (thread % 2 * 16 + 8 * HALF)
         else:
             found = found >> (thread * 8)
-        return _widened(both[HALF], _pairs(found, self.SCALE), self.FORMAT, self.SCALE, OPERAND)
+        if TYPE == gl.float16:
+            factor = gl.inline_asm_elementwise(
+                _text("ue4m3 as half"), "=r,r", [found], dtype=gl.int32, is_pure=True, pack=1
+            )  # fmt: skip
+            TEXT: gl.constexpr = "e2m1 as half"
+        else:
+            factor = _pairs(found, self.SCALE)
+            TEXT: gl.constexpr = "e2m1 " + self.SCALE if self.FORMAT == "e2m1" else self.FORMAT
+        return _widened(both[HALF], factor, self.FORMAT, TEXT, TYPE, OPERAND)
 
 
 @aggregate
@@ -416,7 +466,7 @@ def _add_block(acc, tokens: Tokens, weights: Weights, WG: gl.constexpr, read, st
     AHEAD: gl.constexpr = tokens.channel.full.shape[0] - 1
     codes, found = weights.read(WG, read)
     for half in gl.static_range(2):
-        operand = weights.half(codes, found, half, OPERAND)
+        operand = weights.half(codes, found, half, tokens.tiles.dtype, OPERAND)
         box = half % tokens.BOXES
         if box == 0:
             tokens.channel.wait(step)
@@ -457,6 +507,8 @@ def _consume(
         tokens.channel.release(step + tokens.channel.full.shape[0] - 1)
         # Loaded here and not before the loop over K, through which it would take a register.
         factor = _REST if weights.FORMAT == "e2m1" and weights.SCALE == "ue4m3" else 1.0
+        if tokens.tiles.dtype == gl.float16:
+            factor = _REST_OF_HALF
         if ALPHA:
             factor *= gl.load(alpha)
         to = (out + entry.to(gl.int64) * out_entry, partial, arrived)
@@ -478,8 +530,9 @@ def widened_sm90_kernel(
     OUT: gl.constexpr = out.rows.dtype.element_ty
     PART: gl.constexpr = min(TOKENS, 2048 // OUT.primitive_bitwidth)
     BYTES: gl.constexpr = 4 * _bytes(FORMAT)
+    TYPE: gl.constexpr = a_map.dtype
     tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES * BOXES, TOKENS, 64], gl.NVMMASharedLayout.get_default_for([TOKENS, 64], gl.bfloat16)
+        TYPE, [STAGES * BOXES, TOKENS, 64], gl.NVMMASharedLayout.get_default_for([TOKENS, 64], TYPE)
     )  # fmt: skip
     codes = gl.allocate_shared_memory(
         gl.uint8, [CODE_STAGES, 2 * ROWS, BYTES], gl.NVMMASharedLayout.get_default_for([2 * ROWS, BYTES], gl.uint8)
