@@ -201,27 +201,6 @@ def _bias_of(finish, expert, row, n, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _add_block(left, right, ring: Ring, WG: gl.constexpr, step, FIRST: gl.constexpr, WEIGHTS: gl.constexpr):
-    """The sums of both strips and their products of 128 elements of K. An operand is decoded while the tensor cores
-    multiply the one before; the last of the block before is then done, and its stage is free. FIRST : there is none."""
-    stage = ring.channel.wait(step)
-    codes = (stage * ring.GROUPS + WG) * 2
-    left_factors = ring.factors.index(stage * 2).slice(WG * _SIDE, _SIDE).load(gl.SliceLayout(1, WEIGHTS))
-    right_factors = ring.factors.index(stage * 2 + 1).slice(WG * _SIDE, _SIDE).load(gl.SliceLayout(1, WEIGHTS))
-    for half in gl.static_range(2):
-        rows = ring.rows.index(stage * 2 + half).permute([1, 0])
-        a = _weights(ring.codes.index(codes), left_factors, half, WEIGHTS)
-        left = warpgroup_mma(a, rows, left, is_async=True)
-        left, right = warpgroup_mma_wait(1, [left, right])
-        if half == 0 and not FIRST:
-            ring.channel.release(step + ring.channel.full.shape[0] - 1)
-        b = _weights(ring.codes.index(codes + 1), right_factors, half, WEIGHTS)
-        right = warpgroup_mma(b, rows, right, is_async=True)
-        left, right = warpgroup_mma_wait(1, [left, right])
-    return left, right
-
-
-@gluon.jit
 def _consume(
     WG: gl.constexpr, out, finish, tile_expert, tile_end, sizes, out_row, ring: Ring, staging, RASTER: gl.constexpr
 ):  # fmt: skip
@@ -236,15 +215,25 @@ def _consume(
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         left = gl.zeros([_SIDE, TILE], gl.float32, SUMS)
         right = gl.zeros([_SIDE, TILE], gl.float32, SUMS)
-        # The first block is not in the loop, so that a product is in flight wherever the loop begins: else ptxas waits
-        # for each product.
-        left, right = _add_block(left, right, ring, WG, step, True, WEIGHTS)
-        for block in range(1, steps):
+        for block in range(0, steps):
+            stage = ring.channel.wait(step)
+            codes = (stage * ring.GROUPS + WG) * 2
+            left_factors = ring.factors.index(stage * 2).slice(WG * _SIDE, _SIDE).load(gl.SliceLayout(1, WEIGHTS))
+            right_factors = ring.factors.index(stage * 2 + 1).slice(WG * _SIDE, _SIDE).load(gl.SliceLayout(1, WEIGHTS))
+            for half in gl.static_range(2):
+                rows = ring.rows.index(stage * 2 + half).permute([1, 0])
+                a = _weights(ring.codes.index(codes), left_factors, half, WEIGHTS)
+                left = warpgroup_mma(a, rows, left, is_async=True)
+                if TILE >= 64:
+                    # Registers suffice for the operands of two products. With more in flight ptxas waits after each.
+                    left, right = warpgroup_mma_wait(1, [left, right])
+                b = _weights(ring.codes.index(codes + 1), right_factors, half, WEIGHTS)
+                right = warpgroup_mma(b, rows, right, is_async=True)
+                if TILE >= 64:
+                    left, right = warpgroup_mma_wait(1, [left, right])
+            left, right = warpgroup_mma_wait(0, [left, right])
+            ring.channel.release(step)
             step += 1
-            left, right = _add_block(left, right, ring, WG, step, False, WEIGHTS)
-        left, right = warpgroup_mma_wait(0, [left, right])
-        ring.channel.release(step)
-        step += 1
         # The tile's coordinates are computed again here: they would take registers during the loop over K.
         tile, strip = raster(work, tiles, tiles_n, RASTER)
         expert = gl.load(tile_expert + tile)
