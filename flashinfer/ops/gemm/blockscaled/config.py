@@ -34,8 +34,6 @@ class Sm90Widened:
     ----------
     tokens, rows : int
         Tokens of a tile, and rows of the weight of each of its two warpgroups.
-    even : bool
-        Each multiprocessor has an equal stretch of the steps of K of all tiles.
     boxes, stages : int
         Tiles of tokens, 64 of K each, in a stage of the shared memory ring, and its stages.
     code_stages : int
@@ -48,7 +46,6 @@ class Sm90Widened:
 
     tokens: int
     rows: int
-    even: bool
     boxes: int
     stages: int
     code_stages: int
@@ -70,9 +67,7 @@ def _widened(problem, tokens: int) -> Sm90Widened:
     # As many stages as 227 KiB hold beside the buffer of results.
     rows, boxes, stages, codes = {256: (64, 1, 5, 3), 128: (64, 2, 4, 4), 64: (128, 2, 4, 6)}.get(tokens, (128, 2, 8, 8))
     codes = codes if problem.b == "e2m1" else max(codes // 2, 2)
-    # A producer warp of 256 rows keeps the addresses of their factors.
-    registers, copy_registers = (208, 88) if rows == 128 else (232, 40)
-    return Sm90Widened(tokens, rows, rows == 128, boxes, stages, codes, 8, registers, copy_registers)
+    return Sm90Widened(tokens, rows, boxes, stages, codes, group=8, registers=232, copy_registers=40)
 
 
 def widened_tiles(problem) -> list[Sm90Widened]:

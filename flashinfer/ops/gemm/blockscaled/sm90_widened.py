@@ -55,7 +55,7 @@ def build(p, c) -> Build:
         **dict.fromkeys(("K", "batch", "slices"), "i32"),
     }
     constants = dict(
-        TOKENS=c.tokens, ROWS=c.rows, EVEN=c.even, BOXES=c.boxes, STAGES=c.stages, CODE_STAGES=c.code_stages, GROUP=c.group,
+        TOKENS=c.tokens, ROWS=c.rows, BOXES=c.boxes, STAGES=c.stages, CODE_STAGES=c.code_stages, GROUP=c.group,
         REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, FORMAT=p.b, SCALE=p.scale, WIDTH=p.width,
         FACTOR_LAYOUT=p.b_layout, SHUFFLED=p.shuffled, ALPHA=bool(p.alpha),
     )  # fmt: skip
@@ -86,20 +86,14 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
     target = target_of(out.device)
     portable_widen.run(_arranged(p), config.widen(p, target), a, a_scale, tokens)
     c, chosen = config.widened_tile(p, batch, m, n, k, target.sms)
-    given, slices = slices, slices or chosen
+    slices = slices or chosen
     tiles = batch * -(-m // c.tokens) * -(-n // (2 * c.rows))
-    programs = min(target.sms, tiles * slices)
-    if c.even:
-        # A program has four steps of K or more, which fill the pipeline. Its stretch of steps meets a tile with others.
-        steps = k // 128
-        programs = max(min(tiles * given or target.sms, tiles * steps // 4), 1)
-        slices = -(-steps // (tiles * steps // programs)) + 1
     partial = arrived = None
     if slices > 1:
         partial, arrived = scratch(out.device, tiles * slices * 2 * c.rows * c.tokens, 4 * tiles)
     blocks = layouts.padded(1, k // p.width, p.b_layout)[1]
     widened_sm90(
-        p, c, (programs, 1, 1), TensorMap(tokens, _box(c)),
+        p, c, (min(target.sms, tiles * slices), 1, 1), TensorMap(tokens, _box(c)),
         TensorMap(_by_box(p, b), _code_box(p, c)), b_scale, b_scale.stride(0), blocks, out, *out.stride()[:2], alpha,
         partial, arrived, m, n, k, batch, slices,
     )  # fmt: skip

@@ -24,7 +24,6 @@ from flashinfer._core.gluon_compat import (
 )  # fmt: skip
 from flashinfer.ops._device.sm90.mma import halves
 from flashinfer.ops._device.sm90.ring import Channel, make_channel
-from flashinfer.ops._device.sm90.walk import raster
 from flashinfer.ops.gemm._device.sm90_slices import Size, add_slices
 
 _BITS = {"e2m1": 4, "fp8e4nv": 8, "fp8e5": 8}
@@ -192,53 +191,6 @@ def _by_factors(ROWS, WIDTH):
     return _by_threads(ROWS, [2, 2], [], [[0, 1], [1, 0]])
 
 
-@aggregate
-class Work:
-    """A program's work items, numbers `first`, `first` + `pace` ... below `stop`.
-
-    They are those of `size`, dealt to the programs in turn. EVEN: the steps of K of all tiles are in one row, of which
-    each program has an equal stretch: an item is what a stretch has of a tile, and a tile has as many K slices as
-    stretches meet it, no more than `size.slices`."""
-
-    size: Size
-    EVEN: gl.constexpr
-    first: gl.tensor
-    stop: gl.tensor
-    pace: gl.tensor
-
-    @gluon.jit
-    def place(self, work, GROUP: gl.constexpr):
-        """`Size.place` of an item, and the number of the tile's slices."""
-        size = self.size
-        if self.EVEN:
-            tile = work
-            tiles = size.tiles_m * size.tiles_n
-            entry = tile // tiles
-            tile_m, tile_n = raster(tile % tiles, size.tiles_m, size.tiles_n, GROUP)
-            row, programs, own = size.items * size.steps, gl.num_programs(0), gl.program_id(0)
-            begin = gl.maximum(own * row // programs - tile * size.steps, 0)
-            end = gl.minimum((own + 1) * row // programs - tile * size.steps, size.steps)
-            before = ((tile * size.steps + 1) * programs - 1) // row
-            index = own - before
-            slices = ((tile + 1) * size.steps * programs - 1) // row - before + 1
-        else:
-            entry, tile_m, tile_n, index, tile, begin, end = size.place(work, GROUP)
-            slices = size.slices
-        return entry, tile_m, tile_n, index, tile, begin, end, slices
-
-
-@gluon.jit
-def _work(size: Size, EVEN: gl.constexpr):
-    """EVEN : `size` has one item for each tile."""
-    first, stop, pace = gl.program_id(0), size.items, gl.num_programs(0)
-    if EVEN:
-        row = size.items * size.steps
-        stop = ((first + 1) * row // pace + size.steps - 1) // size.steps
-        first = first * row // pace // size.steps
-        pace = 1
-    return Work(size, EVEN, first, stop, pace)
-
-
 @gluon.jit
 def _stored(row, SHUFFLED: gl.constexpr):
     """Where a row of B is stored: `shuffle_matrix_a` stores row 4 j + i of each 32 as row 8 i + j."""
@@ -394,7 +346,7 @@ def _copy_weights(b_map, b_scale, of_rows, weights: Weights, step, entry, column
 
 
 @gluon.jit
-def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, items: Work, GROUP: gl.constexpr):
+def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, size: Size, GROUP: gl.constexpr):
     """Producer warp: copies A, codes and factors of each work item."""
     BOXES: gl.constexpr = tokens.BOXES
     ROWS_OF_A: gl.constexpr = tokens.tiles.shape[1]
@@ -403,8 +355,8 @@ def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, items: 
     LAYOUT: gl.constexpr = gl.BlockedLayout([PER, 1], [1, 32], [1, 1], [1, 0])
     step = 0
     copied = 0
-    for work in range(items.first, items.stop, items.pace):
-        entry, tile_m, tile_n, index, tile, begin, end, slices = items.place(work, GROUP)
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
+        entry, tile_m, tile_n, index, tile, begin, end = size.place(work, GROUP)
         # Factors past the last row are those of the last; the results are not written.
         row = tile_n * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
         row = _stored(gl.minimum(row, N - 1), weights.SHUFFLED)
@@ -441,19 +393,17 @@ def _write(acc, factor, staging, out, row, column, M, N, out_row):
 
 
 @gluon.jit
-def _finish(acc, factor, staging, tensors, slot, index, slices, room, row, column, sizes):
+def _finish(acc, factor, staging, tensors, slot, index, slices, row, column, sizes):
     """Write the sums of a warpgroup, or those of all K slices once the last is there; 128 tokens at a time."""
     out, partial, arrived = tensors
     M, N, out_row = sizes
     if acc.shape[1] > 128:
         left, right = halves(acc)
-        _finish(left, factor, staging, tensors, 2 * slot, index, slices, room, row, column, sizes)
-        _finish(right, factor, staging, tensors, 2 * slot + 1, index, slices, room, row + 128, column, sizes)
+        _finish(left, factor, staging, tensors, 2 * slot, index, slices, row, column, sizes)
+        _finish(right, factor, staging, tensors, 2 * slot + 1, index, slices, row + 128, column, sizes)
     else:
         whole = slices == 1
         if not whole:
-            # `partial` has room for more slices than this tile has.
-            partial += slot.to(gl.int64) * ((room - slices) * (acc.shape[0] * acc.shape[1]))
             whole, acc = add_slices(acc, partial, arrived, slot, index, slices, N - column, 128 * acc.shape[0])
         if whole:
             _write(acc, factor, staging, out, row, column, M, N, out_row)
@@ -483,7 +433,7 @@ def _add_block(acc, tokens: Tokens, weights: Weights, WG: gl.constexpr, read, st
 
 @gluon.jit
 def _consume(
-    WG: gl.constexpr, tensors, alpha, sizes, tokens: Tokens, weights: Weights, staging, items: Work,
+    WG: gl.constexpr, tensors, alpha, sizes, tokens: Tokens, weights: Weights, staging, size: Size,
     GROUP: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup WG: widens and multiplies 64 rows of each tile of B, and writes them."""
@@ -495,8 +445,8 @@ def _consume(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     step = 0
     read = 0
-    for work in range(items.first, items.stop, items.pace):
-        entry, tile_m, tile_n, index, tile, begin, end, slices = items.place(work, GROUP)
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
+        entry, tile_m, tile_n, index, tile, begin, end = size.place(work, GROUP)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
         acc, step = _add_block(acc, tokens, weights, WG, read, step, True, OPERAND)
         for block in range(begin + 1, end):
@@ -513,7 +463,7 @@ def _consume(
             factor *= gl.load(alpha)
         to = (out + entry.to(gl.int64) * out_entry, partial, arrived)
         _finish(
-            acc, factor, staging.index(WG), to, 2 * tile + WG, index, slices, items.size.slices, tile_m * COLUMNS,
+            acc, factor, staging.index(WG), to, 2 * tile + WG, index, size.slices, tile_m * COLUMNS,
             tile_n * (2 * ROWS) + WG * ROWS, (M, N, out_row),
         )  # fmt: skip
 
@@ -521,7 +471,7 @@ def _consume(
 @gluon.jit
 def widened_sm90_kernel(
     a_map, b_map, b_scale, out, alpha, partial, arrived, M, N, K, batch, slices,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, EVEN: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
     WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
@@ -547,8 +497,7 @@ def widened_sm90_kernel(
     weights = Weights(codes, factors, make_channel(CODE_STAGES, 1, 2), FORMAT, SCALE, WIDTH, FACTOR_LAYOUT, SHUFFLED)
     tiles_m = gl.cdiv(M, TOKENS)
     tiles_n = gl.cdiv(N, 2 * ROWS)
-    size = Size(K // _BLOCK, tiles_m, tiles_n, slices, tiles_m * tiles_n * batch * (1 if EVEN else slices))
-    items = _work(size, EVEN)
+    size = Size(K // _BLOCK, tiles_m, tiles_n, slices, tiles_m * tiles_n * slices * batch)
     tensors = (out.rows, partial, arrived)
     sizes = (M, N, out.entry, out.row)
     GROUP_ARG: gl.constexpr = gl.constexpr(GROUP)
@@ -557,13 +506,13 @@ def widened_sm90_kernel(
         [
             (
                 _consume,
-                (gl.constexpr(0), tensors, alpha, sizes, tokens, weights, staging, items, GROUP_ARG, ALPHA_ARG),
+                (gl.constexpr(0), tensors, alpha, sizes, tokens, weights, staging, size, GROUP_ARG, ALPHA_ARG),
             ),
             (
                 _consume,
-                (gl.constexpr(1), tensors, alpha, sizes, tokens, weights, staging, items, GROUP_ARG, ALPHA_ARG),
+                (gl.constexpr(1), tensors, alpha, sizes, tokens, weights, staging, size, GROUP_ARG, ALPHA_ARG),
             ),
-            (_produce, (a_map, b_map, b_scale, N, tokens, weights, items, GROUP_ARG)),
+            (_produce, (a_map, b_map, b_scale, N, tokens, weights, size, GROUP_ARG)),
         ],
         [4, 1],
         [REGISTERS, COPY_REGISTERS],
