@@ -63,37 +63,53 @@ def sm90_widened(problem, target) -> Sm90Widened:
     return widened_tiles(problem)[-1]
 
 
-def _widened(problem, tokens: int) -> Sm90Widened:
+def as_half(problem) -> bool:
+    """Whether operands are widened to float16, which products of e2m1 and e4m3 are exactly, and not to bfloat16."""
+    return problem.a == problem.b == "e2m1" and problem.scale == "ue4m3"
+
+
+def _widened(problem, tokens: int, rows: int = 64) -> Sm90Widened:
     # As many stages as 227 KiB hold beside the buffer of results.
-    rows, boxes, stages, codes = {256: (64, 1, 5, 3), 128: (64, 2, 4, 4), 64: (128, 2, 4, 6)}.get(tokens, (128, 2, 8, 8))
+    boxes, stages, codes = {256: (1, 5, 3), 128: (2, 4, 4), 64: (2, 5, 8)}.get(tokens, (2, 6 if rows == 64 else 8, 8))
     codes = codes if problem.b == "e2m1" else max(codes // 2, 2)
     return Sm90Widened(tokens, rows, boxes, stages, codes, group=8, registers=232, copy_registers=40)
 
 
 def widened_tiles(problem) -> list[Sm90Widened]:
     """The configs that `widened_tile` chooses from."""
-    return [_widened(problem, tokens) for tokens in ((128, 256) if problem.tokens > 128 else (problem.tokens,))]
+    if problem.tokens > 128:
+        return [_widened(problem, 128), _widened(problem, 256)]
+    # 128 rows: 36.9 us for 39.7 with 16 tokens in NVFP4, and no gain with 64 tokens. Not measured in other formats.
+    wide = [_widened(problem, 16, rows=128)] if problem.tokens == 16 and problem.scale == "ue4m3" else []
+    return [*wide, _widened(problem, problem.tokens)]
+
+
+def _step(problem, c: Sm90Widened) -> float:
+    """Microseconds that a tile takes for 128 of K."""
+    if problem.b != "e2m1":
+        return 0.83 + 0.002 * c.tokens
+    if c.rows == 128:
+        return 0.9
+    return max(0.5, 0.22 + 0.0042 * c.tokens) if as_half(problem) else 0.44 + 0.0034 * c.tokens
 
 
 @lru_cache(maxsize=4096)
 def widened_tile(problem, batch: int, m: int, n: int, k: int, sms: int) -> tuple[Sm90Widened, int]:
     """The config and the number of K slices with the shortest estimated time.
 
-    The estimate is in microseconds, from measurements on an H100. 128 of K take 0.57 and 0.0032 for each token with
-    four-bit codes, 0.83 and 0.002 with FP8. Slices are stored at 3 TB/s and read again by one multiprocessor at 100
-    GB/s.
+    The estimate is in microseconds, from measurements on an H200, of FP8 and of slices on an H100: slices are stored at
+    3 TB/s and read again by one multiprocessor at 100 GB/s.
     """
     found = []
     for c in widened_tiles(problem):
         tiles = batch * -(-m // c.tokens) * -(-n // (2 * c.rows))
-        step = 0.57 + 0.0032 * c.tokens if problem.b == "e2m1" else 0.83 + 0.002 * c.tokens
         for slices in range(1, max(min(k // 512, 16), 1) + 1):
-            time = -(-tiles * slices // sms) * (k / 128 / slices * step * c.rows / 64 + 3)
+            time = -(-tiles * slices // sms) * (k / 128 / slices * _step(problem, c) + 3)
             if slices > 1:
                 sums = slices * c.tokens * 2 * c.rows * 4
                 time += 4 + 2 * tiles * sums / 3e6 + sums / 1e5
-            found.append((time, slices, c.tokens, c))
-    _, slices, _, c = min(found, key=lambda one: one[:3])
+            found.append((time, slices, c.tokens, -c.rows, c))
+    _, slices, *_, c = min(found, key=lambda one: one[:4])
     return c, slices
 
 

@@ -14,11 +14,6 @@ from flashinfer.ops.gemm.blockscaled.sm90_widened_kernel import widened_sm90_ker
 from flashinfer.ops.gemm.slices import scratch
 
 
-def _halves(p) -> bool:
-    """Whether operands are widened to float16, which products of e2m1 and e4m3 are exactly, and not to bfloat16."""
-    return p.a == p.b == "e2m1" and p.scale == "ue4m3"
-
-
 def _box(c) -> tuple[int, ...]:
     """The TMA box of the tokens."""
     return 1, c.tokens, 64
@@ -39,7 +34,7 @@ def _by_box(p, codes: torch.Tensor) -> torch.Tensor:
 def build(p, c) -> Build:
     step = "i64:4" if p.out == "fp32" else "i64:8"
     types = {
-        "a_map": tensordesc("fp16" if _halves(p) else "bf16", _box(c)),
+        "a_map": tensordesc("fp16" if config.as_half(p) else "bf16", _box(c)),
         "b_map": tensordesc("u8", _code_box(p, c)),
         "b_scale.at": "*u8:4",
         "b_scale.entry": "i64:4",
@@ -68,7 +63,8 @@ widened_sm90 = Launcher("widened_sm90", build)
 def _arranged(p) -> Widen:
     """The problem of bringing the tokens into the order of the kernel."""
     scale = p.scale if p.a_layout else ""
-    return Widen(p.a, scale, p.width, p.a_layout, whole=False, arranged=4 if p.b == "e2m1" else 1, half=_halves(p))
+    apart = 4 if p.b == "e2m1" else 1
+    return Widen(p.a, scale, p.width, p.a_layout, whole=False, arranged=apart, half=config.as_half(p))
 
 
 def kernels(p, c):
@@ -82,7 +78,8 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
     """slices : the number of K slices; 0 for the number that is estimated as fastest."""
     batch, m, n = out.shape
     k = b.shape[2] * 8 // config.BITS[p.b]
-    tokens = torch.empty(batch, m, k, dtype=torch.float16 if _halves(p) else torch.bfloat16, device=out.device)
+    dtype = torch.float16 if config.as_half(p) else torch.bfloat16
+    tokens = torch.empty(batch, m, k, dtype=dtype, device=out.device)
     target = target_of(out.device)
     portable_widen.run(_arranged(p), config.widen(p, target), a, a_scale, tokens)
     c, chosen = config.widened_tile(p, batch, m, n, k, target.sms)
@@ -99,5 +96,5 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
     )  # fmt: skip
 
 
-# 8 to 16 bytes with e5m2 and 256 tokens, on Triton 3.6: values that are set before the loop over K and used after it.
+# 16 bytes with FP8 and 256 tokens, on Triton 3.6: values that are set before the loop over K and used after it.
 IMPLEMENTATION = Implementation(run, (widened_sm90, portable_widen.launch), kernels=kernels, stack_budget=16)

@@ -1,17 +1,17 @@
-"""out = alpha * A B^T on Hopper for A in bfloat16 and B in codes with factors, widened in registers for wgmma.
+"""out = alpha * A B^T on Hopper for A in 16 bits and B in codes with factors, widened in registers for wgmma.
 
 B, the weight, is wgmma's first operand, from registers; A, the tokens, is the second, from shared memory. A thread
-reads 32 successive codes of a row of B and widens them: codes times factors, bfloat16. wgmma wants other columns of
-each thread, so the columns of A were brought into the order of B's registers (`portable_widen.py`). A register has the
-products of two codes, which are APART: 4 columns with e2m1, where a word's codes 0 and 4 are decoded at once, 1 with
-FP8. Of 128 columns, column 32 c + 2 APART j + APART e + i is at 8 APART j + 8 i + 2 c + e.
+reads 32 successive codes of a row of B and widens them: codes times factors, bfloat16, or float16 where B and what A
+was are NVFP4. wgmma wants other columns of each thread, so the columns of A were brought into the order of B's
+registers (`portable_widen.py`). A register has the products of two codes, which are APART: 4 columns with e2m1, where a
+word's codes 0 and 4 are decoded at once, 1 with FP8. Of 128 columns, column 32 c + 2 APART j + APART e + i is at 8 APART j + 8 i + 2 c + e.
 
     column, APART = 4     0  1  2  3  4  5 ... 8 ... 32     belongs to thread 0 of a row's four, ... thread 1
     is at                 0  8 16 24  1  9 .. 32 ...  2
 
-Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, with 64
+Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, with ROWS
 rows of B each, and one producer warp that copies A, codes and factors. While the tensor cores multiply one operand, a
-warpgroup widens the next. Shared memory: a ring of tiles of A, TOKENS x 64, a ring of codes and factors of 128 x 128
+warpgroup widens the next. Shared memory: a ring of tiles of A, TOKENS x 64, a ring of codes and factors of 2 ROWS x 128
 elements of B, and a buffer that transposes results.
 Inputs: a [batch, m, k] in that order, b [batch, n, k] in e2m1, e4m3 or e5m2, b_scale: flat factors of b. K is a
 multiple of 128. Outputs: out [batch, m, n].
@@ -62,9 +62,9 @@ fma.rn.bf16x2 $3, $3, $5, none;
 }
 """
 _REST = gl.constexpr(256.0)
-# The same as float16, for tokens in NVFP4 too, which are float16 then: an e4m3 is one, and so is its product with an
-# e2m1. $5 has the factor in its lower half. The bytes of `high` and `low` are those of float16 with a second byte of 0, the
-# value over 2^14, _REST_OF_HALF.
+# The same as float16, where the tokens are NVFP4 too: an e4m3 is one, and so is its product with an e2m1. $5 has the
+# factor in its lower half. A byte of `high` and `low` is the first of a float16, whose second is 0: the value over
+# 2^14, _REST_OF_HALF.
 _FROM_E2M1_AS_HALF = """
 {
 .reg .b16 first, second;
@@ -153,8 +153,10 @@ _TEXTS = {
 
 
 @gluon.constexpr_function
-def _text(NAME):
-    return _TEXTS[NAME]
+def _text(NAME, FIRST=False):
+    """FIRST : for the first block of a loop that is not in the loop. LLVM would move what it shares with the loop's end
+    to the loop's begin, and codes would go there as bytes: a comment makes it another text."""
+    return _TEXTS[NAME] + ("// first" if FIRST else "")
 
 
 @gluon.constexpr_function
@@ -165,8 +167,9 @@ def _bytes(FORMAT):
 
 @gluon.constexpr_function
 def _by_threads(ROWS, *inside):
-    """The layout [ROWS, ...], 64 or 128 rows, of what the four threads of a row have of it, rows r and r + 8 each: `inside` are the
-    bases of registers, and of the two bits of a row's threads, in the other dimensions, whose sizes come first."""
+    """The layout [ROWS, ...], 64 or 128 rows, of what the four threads of a row have of it, rows r and r + 8 each:
+    `inside` are the bases of registers, and of the two bits of a row's threads, in the other dimensions, whose sizes
+    come first."""
     sizes, registers, threads = inside
     rest = [0] * len(sizes)
     return gl.DistributedLinearLayout(
@@ -246,17 +249,17 @@ def _widened(bytes, factor, FORMAT: gl.constexpr, TEXT: gl.constexpr, TYPE: gl.c
         CONSTRAINTS: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r,r,r"
         if TYPE == gl.float16:
             first, second = gl.inline_asm_elementwise(
-                _text(TEXT), CONSTRAINTS, [bytes, factors], dtype=(gl.float16, gl.float16), is_pure=True, pack=4
+                TEXT, CONSTRAINTS, [bytes, factors], dtype=(gl.float16, gl.float16), is_pure=True, pack=4
             )  # fmt: skip
         else:
             first, second = gl.inline_asm_elementwise(
-                _text(TEXT), CONSTRAINTS, [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+                TEXT, CONSTRAINTS, [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
             )  # fmt: skip
         # rows, threads, words, pair of first or second, which of a pair, first or second
         wide = gl.join(first, second).reshape([ROWS, 4, WORDS, 2, 2, 2]).permute([0, 2, 5, 3, 1, 4])
     else:
         wide = gl.inline_asm_elementwise(
-            _text(TEXT), "=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=gl.bfloat16, is_pure=True, pack=4
+            TEXT, "=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=gl.bfloat16, is_pure=True, pack=4
         )  # fmt: skip
         wide = wide.reshape([ROWS, 4, WORDS, 2, 2]).permute([0, 2, 3, 1, 4])
     return gl.convert_layout(wide.reshape([ROWS, 64]), LAYOUT, assert_trivial=True)
@@ -292,7 +295,7 @@ class Weights:
         return bytes, found
 
     @gluon.jit
-    def half(self, bytes, found, HALF: gl.constexpr, TYPE: gl.constexpr, OPERAND: gl.constexpr):
+    def half(self, bytes, found, HALF: gl.constexpr, FIRST: gl.constexpr, TYPE: gl.constexpr, OPERAND: gl.constexpr):
         """The first or the second half of a thread's bytes and factors, widened."""
         BYTES: gl.constexpr = bytes.shape[2]
         both = bytes.reshape([bytes.shape[0], 4, 2, BYTES // 2]).permute([0, 1, 3, 2]).split()
@@ -305,10 +308,10 @@ class Weights:
             factor = gl.inline_asm_elementwise(
                 _text("ue4m3 as half"), "=r,r", [found], dtype=gl.int32, is_pure=True, pack=1
             )  # fmt: skip
-            TEXT: gl.constexpr = "e2m1 as half"
+            TEXT: gl.constexpr = _text("e2m1 as half", FIRST)
         else:
             factor = _pairs(found, self.SCALE)
-            TEXT: gl.constexpr = "e2m1 " + self.SCALE if self.FORMAT == "e2m1" else self.FORMAT
+            TEXT: gl.constexpr = _text("e2m1 " + self.SCALE if self.FORMAT == "e2m1" else self.FORMAT, FIRST)
         return _widened(both[HALF], factor, self.FORMAT, TEXT, TYPE, OPERAND)
 
 
@@ -374,8 +377,8 @@ def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, size: S
 
 @gluon.jit
 def _write(acc, factor, staging, out, row, column, M, N, out_row):
-    """Write a tile [64 or 128 columns of the result, tokens], as many tokens at a time as `staging` holds, transposed through
-    it so that whole rows are written."""
+    """Write a tile [64 or 128 columns of the result, tokens], as many tokens at a time as `staging` holds, transposed
+    through it so that whole rows are written."""
     if acc.shape[1] > staging.shape[0]:
         left, right = halves(acc)
         _write(left, factor, staging, out, row, column, M, N, out_row)
@@ -410,13 +413,15 @@ def _finish(acc, factor, staging, tensors, slot, index, slices, row, column, siz
 
 
 @gluon.jit
-def _add_block(acc, tokens: Tokens, weights: Weights, WG: gl.constexpr, read, step, FIRST: gl.constexpr, OPERAND: gl.constexpr):
+def _add_block(
+    acc, tokens: Tokens, weights: Weights, WG: gl.constexpr, read, step, FIRST: gl.constexpr, OPERAND: gl.constexpr
+):  # fmt: skip
     """acc + the product of 128 elements of K. A half is widened while the tensor cores multiply the half before, whose
     stage of tokens is then free. FIRST : there is none before."""
     AHEAD: gl.constexpr = tokens.channel.full.shape[0] - 1
     codes, found = weights.read(WG, read)
     for half in gl.static_range(2):
-        operand = weights.half(codes, found, half, tokens.tiles.dtype, OPERAND)
+        operand = weights.half(codes, found, half, FIRST, tokens.tiles.dtype, OPERAND)
         box = half % tokens.BOXES
         if box == 0:
             tokens.channel.wait(step)
@@ -436,7 +441,7 @@ def _consume(
     WG: gl.constexpr, tensors, alpha, sizes, tokens: Tokens, weights: Weights, staging, size: Size,
     GROUP: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup WG: widens and multiplies 64 rows of each tile of B, and writes them."""
+    """Consumer warpgroup WG: widens and multiplies its half of the rows of each tile of B, and writes them."""
     out, partial, arrived = tensors
     M, N, out_entry, out_row = sizes
     COLUMNS: gl.constexpr = tokens.tiles.shape[1]
@@ -448,6 +453,7 @@ def _consume(
     for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         entry, tile_m, tile_n, index, tile, begin, end = size.place(work, GROUP)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
+        # A product is in flight wherever the loop begins. Where one may be or not, ptxas waits after each product.
         acc, step = _add_block(acc, tokens, weights, WG, read, step, True, OPERAND)
         for block in range(begin + 1, end):
             read += 1
@@ -471,8 +477,9 @@ def _consume(
 @gluon.jit
 def widened_sm90_kernel(
     a_map, b_map, b_scale, out, alpha, partial, arrived, M, N, K, batch, slices,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr,
+    GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
     WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
     """a_map is of [batch, m, k], b_map of the bytes of codes; of shuffled ones [batch, n / 32, 8, 4, bytes]. With
