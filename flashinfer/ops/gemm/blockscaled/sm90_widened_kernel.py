@@ -4,7 +4,8 @@ B, the weight, is wgmma's first operand, from registers; A, the tokens, is the s
 reads 32 successive codes of a row of B and widens them: codes times factors, bfloat16, or float16 where B and what A
 was are NVFP4. wgmma wants other columns of each thread, so the columns of A were brought into the order of B's
 registers (`portable_widen.py`). A register has the products of two codes, which are APART: 4 columns with e2m1, where a
-word's codes 0 and 4 are decoded at once, 1 with FP8. Of 128 columns, column 32 c + 2 APART j + APART e + i is at 8 APART j + 8 i + 2 c + e.
+word's codes 0 and 4 are decoded at once, 1 with FP8. Of 128 columns, column 32 c + 2 APART j + APART e + i is at 8
+APART j + 8 i + 2 c + e.
 
     column, APART = 4     0  1  2  3  4  5 ... 8 ... 32     belongs to thread 0 of a row's four, ... thread 1
     is at                 0  8 16 24  1  9 .. 32 ...  2
@@ -479,8 +480,7 @@ def widened_sm90_kernel(
     a_map, b_map, b_scale, out, alpha, partial, arrived, M, N, K, batch, slices,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr,
     GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr,
-    SCALE: gl.constexpr,
-    WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
+    SCALE: gl.constexpr, WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
     """a_map is of [batch, m, k], b_map of the bytes of codes; of shuffled ones [batch, n / 32, 8, 4, bytes]. With
     slices, `partial` has room for 2 * tiles * slices warpgroup tiles, and `arrived` 4 * tiles counters, all 0."""
