@@ -99,6 +99,27 @@ def test_widened_tokens(monkeypatch, m, n, k, slices):
     assert set(launched) == {"widened_sm90_kernel"}
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["bf16", "nvfp4"])
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [dict(m=16, n=264, k=384), dict(m=3, n=520, k=1280, slices=3, layout="8x4", out_dtype=torch.float32),
+     dict(m=1, n=256, k=128, layout="linear", out_dtype=torch.float16), dict(m=9, n=288, k=640, shuffled=True)],
+    ids=str,
+)  # fmt: skip
+def test_widened_rows(monkeypatch, case, rows, both):
+    """Up to 16 tokens, with 64 and with 128 rows of the weight in a warpgroup."""
+    monkeypatch.setattr(config, "widen", lambda problem, target: config.Widen(16, 256, 4, 0))
+
+    def chosen(problem, *sizes):
+        return next(c for c in config.widened_tiles(problem) if c.rows == rows), 1
+
+    monkeypatch.setattr(config, "widened_tile", chosen)
+    with emulate("90a", seed=rows) as launched:
+        widened.check(CPU, name="nvfp4", both=both, **case)
+    assert set(launched) == {"widened_sm90_kernel"}
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", widened.FORMATS)
 @pytest.mark.parametrize(
