@@ -147,6 +147,7 @@ def _widen_catalog() -> Iterator[Widen]:
     yield Widen("fp8e4nv", "ue8m0", 32, "128x4")
     yield Widen("fp8e5", "ue8m0", 32, "linear", aligned=False, whole=False)
     yield Widen("bf16", "", 16, "", whole=False, arranged=4)
+    yield Widen("e2m1", "ue4m3", 16, "8x4", whole=False, arranged=4, half=True)
 
 
 blockscaled = Op(
