@@ -72,7 +72,9 @@ def _widened(problem, tokens: int, rows: int = 64) -> Sm90Widened:
     # As many stages as 227 KiB hold beside the buffer of results.
     boxes, stages, codes = {256: (1, 5, 3), 128: (2, 4, 4), 64: (2, 5, 8)}.get(tokens, (2, 6 if rows == 64 else 8, 8))
     codes = codes if problem.b == "e2m1" else max(codes // 2, 2)
-    return Sm90Widened(tokens, rows, boxes, stages, codes, group=8, registers=232, copy_registers=40)
+    # A producer warp keeps the addresses of the factors of its rows.
+    registers, copy_registers = (232, 40) if rows == 64 else (208, 88)
+    return Sm90Widened(tokens, rows, boxes, stages, codes, 8, registers, copy_registers)
 
 
 def widened_tiles(problem) -> list[Sm90Widened]:
