@@ -73,7 +73,7 @@ def _widened(problem, tokens: int, rows: int = 64) -> Sm90Widened:
     boxes, stages, codes = {256: (1, 5, 3), 128: (2, 4, 4), 64: (2, 5, 8)}.get(tokens, (2, 6 if rows == 64 else 8, 8))
     codes = codes if problem.b == "e2m1" else max(codes // 2, 2)
     # A producer warp keeps the addresses of the factors of its rows.
-    registers, copy_registers = (232, 40) if rows == 64 else (208, 88)
+    registers, copy_registers = {256: (224, 56)}.get(tokens, (232, 40) if rows == 64 else (208, 88))
     return Sm90Widened(tokens, rows, boxes, stages, codes, 8, registers, copy_registers)
 
 
