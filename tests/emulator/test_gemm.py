@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flashinfer.ops.gemm.blockscaled import config
 from flashinfer.ops.gemm.dense import Inputs, Problem, dense
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
@@ -86,6 +87,36 @@ def test_widened_quickly():
         widened.check(CPU, 130, 264, 256, "nvfp4", batch=1)
         widened.check(CPU, 130, 136, 128, "mxfp8", batch=1, slices=1)
         widened.check(CPU, 20, 136, 640, "nvfp4", batch=1, slices=2)
+    assert set(launched) == {"widened_sm90_kernel"}
+
+
+@pytest.mark.parametrize("m, n, k, slices", [(20, 520, 640, 0), (130, 264, 256, 2)])
+def test_widened_tokens(monkeypatch, m, n, k, slices):
+    """NVFP4 times NVFP4 is widened to float16. The launch for the tokens runs in Triton's interpreter, as on a CPU."""
+    monkeypatch.setattr(config, "widen", lambda problem, target: config.Widen(16, 256, 4, 0))
+    with emulate("90a", seed=m) as launched:
+        widened.check(CPU, m, n, k, "nvfp4", batch=1, both=True, slices=slices, alpha=0.5)
+    assert set(launched) == {"widened_sm90_kernel"}
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["bf16", "nvfp4"])
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [dict(m=16, n=264, k=384), dict(m=3, n=520, k=1280, slices=3, layout="8x4", out_dtype=torch.float32),
+     dict(m=1, n=256, k=128, layout="linear", out_dtype=torch.float16), dict(m=9, n=288, k=640, shuffled=True)],
+    ids=str,
+)  # fmt: skip
+def test_widened_rows(monkeypatch, case, rows, both):
+    """Up to 16 tokens, with 64 and with 128 rows of the weight in a warpgroup."""
+    monkeypatch.setattr(config, "widen", lambda problem, target: config.Widen(16, 256, 4, 0))
+
+    def chosen(problem, *sizes):
+        return next(c for c in config.widened_tiles(problem) if c.rows == rows), 1
+
+    monkeypatch.setattr(config, "widened_tile", chosen)
+    with emulate("90a", seed=rows) as launched:
+        widened.check(CPU, name="nvfp4", both=both, **case)
     assert set(launched) == {"widened_sm90_kernel"}
 
 

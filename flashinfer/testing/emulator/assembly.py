@@ -15,6 +15,8 @@ _WIDEN = re.compile(r"\.reg \.b16 lo, hi;.*cvt\.rn\.f16x2\.(e4m3|e5m2)x2")
 # Codes of a word times a factor, which stands twice in another word; a factor in e4m3 as such a word.
 _TIMES_FP8 = re.compile(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2 h, second;")
 _TIMES_E2M1 = "mul.lo.u32 $0, $0, 0x1040;"
+_TIMES_E2M1_AS_HALF = "prmt.b32 $0, low, 0, 0x2404;"
+_FACTOR_AS_HALF = "cvt.rn.f16x2.e4m3x2 $0, first;"
 _BY_2_126 = "mov.b32 most, 0x7E807E80;"
 _FACTOR = "mul.f32 x, x, 0f7A800000;"
 # 2^x of several numbers, some of them by a polynomial.
@@ -52,6 +54,12 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
         codes = (args[0].a & 0xFF).astype(np.uint8)
         scaled = decode(codes, tl.float8e4nv) * np.float32(2.0**118)
         return Tensor(_twice(encode(scaled, tl.bfloat16)), tl.int32, args[0].layout)
+    if _FACTOR_AS_HALF in asm:
+        codes = np.ascontiguousarray(args[0].a).view(np.uint8).reshape(*args[0].shape, 4)[..., :2]
+        halves = np.ascontiguousarray(encode(decode(codes, tl.float8e4nv), tl.float16))
+        return Tensor(halves.view(np.int32)[..., 0], tl.int32, args[0].layout)
+    if _TIMES_E2M1_AS_HALF in asm and pack == 4:
+        return _halves(*args)
     if _TIMES_E2M1 in asm and pack == 4:
         return _pairs(*args, _BY_2_126 in asm)
     found = _TIMES_FP8.search(asm)
@@ -83,10 +91,22 @@ def _twice(halves: np.ndarray) -> np.ndarray:
     return (words | words << np.uint32(16)).view(np.int32)
 
 
-def _times(values: np.ndarray, bytes_of: Tensor, factors: Tensor) -> Tensor:
-    """Values, four neighbours of which are those of a word, times the bfloat16 of each word's factor."""
-    factor = decode((np.broadcast_to(factors.a, values.shape) & 0xFFFF).astype(np.uint16), tl.bfloat16)
-    return Tensor(rounded(values * factor, tl.bfloat16), tl.bfloat16, bytes_of.layout)
+def _times(values: np.ndarray, bytes_of: Tensor, factors: Tensor, kind=tl.bfloat16) -> Tensor:
+    """Values, four neighbours of which are those of a word, times the number in the lower half of each factor."""
+    factor = decode((np.broadcast_to(factors.a, values.shape) & 0xFFFF).astype(np.uint16), kind)
+    return Tensor(rounded(values * factor, kind), kind, bytes_of.layout)
+
+
+def _halves(bytes_of: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_pairs`, by float16: the bytes of a code and of a zero are the value over 2^14."""
+    shape = bytes_of.shape
+    word = np.ascontiguousarray(bytes_of.a).view(np.uint32)
+    high = word & np.uint32(0x80808080) | word >> np.uint32(3) & np.uint32(0x0E0E0E0E)
+    low = word << np.uint32(4) & np.uint32(0x80808080) | word << np.uint32(1) & np.uint32(0x0E0E0E0E)
+    both = np.stack([low, high], -1)
+    two = [(both << np.uint32(8 * (1 - i))) & np.uint32(0xFF00FF00) for i in range(2)]
+    values = [decode(np.ascontiguousarray(x).view(np.uint16), tl.float16).reshape(shape) for x in two]
+    return tuple(_times(x, bytes_of, factors, tl.float16) for x in values)
 
 
 def _pairs(bytes_of: Tensor, factors: Tensor, whole: bool) -> tuple[Tensor, Tensor]:

@@ -85,6 +85,8 @@ class Widen:
     arranged : int
         Columns of `out` are in the order of `sm90_widened_kernel.py`, where columns this far apart, 1 or 4, are
         neighbours, and K is a multiple of 128. 0: they are in their own order.
+    half : bool
+        `out` is float16.
     """
 
     encoding: str
@@ -95,6 +97,7 @@ class Widen:
     aligned: bool = True
     whole: bool = True
     arranged: int = 0
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ def _widen_catalog() -> Iterator[Widen]:
     yield Widen("fp8e4nv", "ue8m0", 32, "128x4")
     yield Widen("fp8e5", "ue8m0", 32, "linear", aligned=False, whole=False)
     yield Widen("bf16", "", 16, "", whole=False, arranged=4)
+    yield Widen("e2m1", "ue4m3", 16, "8x4", whole=False, arranged=4, half=True)
 
 
 blockscaled = Op(

@@ -32,8 +32,8 @@ class Sm90Widened:
 
     Attributes
     ----------
-    tokens : int
-        Tokens of a tile, beside 128 rows of the weight.
+    tokens, rows : int
+        Tokens of a tile, and rows of the weight of each of its two warpgroups.
     boxes, stages : int
         Tiles of tokens, 64 of K each, in a stage of the shared memory ring, and its stages.
     code_stages : int
@@ -45,6 +45,7 @@ class Sm90Widened:
     """
 
     tokens: int
+    rows: int
     boxes: int
     stages: int
     code_stages: int
@@ -62,37 +63,57 @@ def sm90_widened(problem, target) -> Sm90Widened:
     return widened_tiles(problem)[-1]
 
 
-def _widened(problem, tokens: int) -> Sm90Widened:
+def as_half(problem) -> bool:
+    """Whether operands are widened to float16, which products of e2m1 and e4m3 are exactly, and not to bfloat16."""
+    return problem.a == problem.b == "e2m1" and problem.scale == "ue4m3"
+
+
+def _widened(problem, tokens: int, rows: int = 64) -> Sm90Widened:
     # As many stages as 227 KiB hold beside the buffer of results.
-    boxes, stages, codes = {256: (1, 5, 3), 128: (2, 4, 4), 64: (2, 5, 8)}.get(tokens, (2, 6, 8))
+    boxes, stages, codes = {256: (1, 5, 3), 128: (2, 4, 4), 64: (2, 5, 8)}.get(tokens, (2, 6 if rows == 64 else 8, 8))
     codes = codes if problem.b == "e2m1" else max(codes // 2, 2)
-    return Sm90Widened(tokens, boxes, stages, codes, group=8, registers=232, copy_registers=40)
+    # A producer warp keeps the addresses of the factors of its rows.
+    registers, copy_registers = {256: (224, 56)}.get(tokens, (232, 40) if rows == 64 else (208, 88))
+    return Sm90Widened(tokens, rows, boxes, stages, codes, 8, registers, copy_registers)
 
 
 def widened_tiles(problem) -> list[Sm90Widened]:
     """The configs that `widened_tile` chooses from."""
-    return [_widened(problem, tokens) for tokens in ((128, 256) if problem.tokens > 128 else (problem.tokens,))]
+    if problem.tokens > 128:
+        # With e5m2 and 256 tokens Triton 3.9 spills 56 bytes.
+        return [_widened(problem, 128), *([_widened(problem, 256)] if problem.b != "fp8e5" else [])]
+    # 128 rows, H200, 16 tokens: 36.8 us for 38.4 in NVFP4, 39.0 for 41.2 in MXFP4, 51.2 for 48.3 in MXFP8. No gain with
+    # 64 tokens.
+    wide = [_widened(problem, 16, rows=128)] if problem.tokens == 16 and problem.b == "e2m1" else []
+    return [*wide, _widened(problem, problem.tokens)]
+
+
+def _step(problem, c: Sm90Widened) -> float:
+    """Microseconds that a tile takes for 128 of K."""
+    if problem.b != "e2m1":
+        return 0.83 + 0.002 * c.tokens
+    if c.rows == 128:
+        return 0.9
+    return max(0.5, 0.22 + 0.0042 * c.tokens) if as_half(problem) else 0.44 + 0.0034 * c.tokens
 
 
 @lru_cache(maxsize=4096)
 def widened_tile(problem, batch: int, m: int, n: int, k: int, sms: int) -> tuple[Sm90Widened, int]:
     """The config and the number of K slices with the shortest estimated time.
 
-    The estimate is in microseconds, from measurements on an H100. 128 of K take 0.57 and 0.0032 for each token with
-    four-bit codes, 0.83 and 0.002 with FP8. Slices are stored at 3 TB/s and read again by one multiprocessor at 100
-    GB/s.
+    The estimate is in microseconds, from measurements on an H200, of FP8 and of slices on an H100: slices are stored at
+    3 TB/s and read again by one multiprocessor at 100 GB/s.
     """
     found = []
     for c in widened_tiles(problem):
-        tiles = batch * -(-m // c.tokens) * -(-n // 128)
-        step = 0.57 + 0.0032 * c.tokens if problem.b == "e2m1" else 0.83 + 0.002 * c.tokens
+        tiles = batch * -(-m // c.tokens) * -(-n // (2 * c.rows))
         for slices in range(1, max(min(k // 512, 16), 1) + 1):
-            time = -(-tiles * slices // sms) * (k / 128 / slices * step + 3)
+            time = -(-tiles * slices // sms) * (k / 128 / slices * _step(problem, c) + 3)
             if slices > 1:
-                sums = slices * c.tokens * 128 * 4
+                sums = slices * c.tokens * 2 * c.rows * 4
                 time += 4 + 2 * tiles * sums / 3e6 + sums / 1e5
-            found.append((time, slices, c.tokens, c))
-    _, slices, _, c = min(found, key=lambda one: one[:3])
+            found.append((time, slices, c.tokens, -c.rows, c))
+    _, slices, *_, c = min(found, key=lambda one: one[:4])
     return c, slices
 
 

@@ -52,14 +52,15 @@ def widen_kernel(
     if SHUFFLED:
         row = unshuffled(row)
     out += (batch * rows + row.to(tl.int64))[:, None] * K + column[None, :]
-    tl.store(out, wide, ok[:, None] & (column < K)[None, :])
+    tl.store(out, wide.to(out.dtype.element_ty), ok[:, None] & (column < K)[None, :])
 
 
 def build(problem, config) -> Build:
     by = ":16" if problem.aligned else ""
     codes = "bf16" if problem.encoding == "bf16" else "u8"
     scale = "*u8:4" if problem.aligned else "*u8"
-    types = {"codes": f"*{codes}{by}", "scale": scale if problem.scale else None, "out": "*bf16:16"}
+    out = "*fp16:16" if problem.half else "*bf16:16"
+    types = {"codes": f"*{codes}{by}", "scale": scale if problem.scale else None, "out": out}
     types |= {"rows": "i32", "K": "i32"} | dict.fromkeys(("codes_batch", "codes_row", "scale_batch", "blocks"), "i64")
     constants = {
         "FORMAT": problem.encoding,

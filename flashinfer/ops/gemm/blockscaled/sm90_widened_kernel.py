@@ -1,17 +1,18 @@
-"""out = alpha * A B^T on Hopper for A in bfloat16 and B in codes with factors, widened in registers for wgmma.
+"""out = alpha * A B^T on Hopper for A in 16 bits and B in codes with factors, widened in registers for wgmma.
 
 B, the weight, is wgmma's first operand, from registers; A, the tokens, is the second, from shared memory. A thread
-reads 32 successive codes of a row of B and widens them: codes times factors, bfloat16. wgmma wants other columns of
-each thread, so the columns of A were brought into the order of B's registers (`portable_widen.py`). A register has the
-products of two codes, which are APART: 4 columns with e2m1, where a word's codes 0 and 4 are decoded at once, 1 with
-FP8. Of 128 columns, column 32 c + 2 APART j + APART e + i is at 8 APART j + 8 i + 2 c + e.
+reads 32 successive codes of a row of B and widens them: codes times factors, bfloat16, or float16 where B and what A
+was are NVFP4. wgmma wants other columns of each thread, so the columns of A were brought into the order of B's
+registers (`portable_widen.py`). A register has the products of two codes, which are APART: 4 columns with e2m1, where a
+word's codes 0 and 4 are decoded at once, 1 with FP8. Of 128 columns, column 32 c + 2 APART j + APART e + i is at 8
+APART j + 8 i + 2 c + e.
 
     column, APART = 4     0  1  2  3  4  5 ... 8 ... 32     belongs to thread 0 of a row's four, ... thread 1
     is at                 0  8 16 24  1  9 .. 32 ...  2
 
-Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, with 64
+Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, with ROWS
 rows of B each, and one producer warp that copies A, codes and factors. While the tensor cores multiply one operand, a
-warpgroup widens the next. Shared memory: a ring of tiles of A, TOKENS x 64, a ring of codes and factors of 128 x 128
+warpgroup widens the next. Shared memory: a ring of tiles of A, TOKENS x 64, a ring of codes and factors of 2 ROWS x 128
 elements of B, and a buffer that transposes results.
 Inputs: a [batch, m, k] in that order, b [batch, n, k] in e2m1, e4m3 or e5m2, b_scale: flat factors of b. K is a
 multiple of 128. Outputs: out [batch, m, n].
@@ -22,13 +23,12 @@ from flashinfer._core.gluon_compat import (
     aggregate, block_barrier, cp_async, cp_async_arrive, gl, gluon, tma_load, warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
-from flashinfer.ops._device.sm90.mma import ROWS, halves
+from flashinfer.ops._device.sm90.mma import halves
 from flashinfer.ops._device.sm90.ring import Channel, make_channel
 from flashinfer.ops.gemm._device.sm90_slices import Size, add_slices
 
 _BITS = {"e2m1": 4, "fp8e4nv": 8, "fp8e5": 8}
-# Rows of B of a tile, and elements of K of a stage of codes.
-TILE = gl.constexpr(128)
+# Elements of K of a stage of codes.
 _BLOCK = gl.constexpr(128)
 
 # A word of eight e2m1 codes ($4) times a factor, twice in a word ($5): codes 0 and 4, 1 and 5, 2 and 6, 3 and 7, as two
@@ -63,6 +63,41 @@ fma.rn.bf16x2 $3, $3, $5, none;
 }
 """
 _REST = gl.constexpr(256.0)
+# The same as float16, where the tokens are NVFP4 too: an e4m3 is one, and so is its product with an e2m1. $5 has the
+# factor in its lower half. A byte of `high` and `low` is the first of a float16, whose second is 0: the value over
+# 2^14, _REST_OF_HALF.
+_FROM_E2M1_AS_HALF = """
+{
+.reg .b16 first, second;
+.reg .b32 high, low, other, factor;
+mov.b32 {first, second}, $5;
+mov.b32 factor, {first, first};
+shr.u32 high, $4, 3;
+and.b32 high, high, 0x0E0E0E0E;
+lop3.b32 high, $4, 0x80808080, high, 0xEA;
+shl.b32 low, $4, 4;
+shl.b32 other, $4, 1;
+and.b32 other, other, 0x0E0E0E0E;
+lop3.b32 low, low, 0x80808080, other, 0xEA;
+prmt.b32 $0, low, 0, 0x2404;
+prmt.b32 $1, high, 0, 0x2404;
+and.b32 $2, low, 0xFF00FF00;
+and.b32 $3, high, 0xFF00FF00;
+mul.rn.f16x2 $0, $0, factor;
+mul.rn.f16x2 $1, $1, factor;
+mul.rn.f16x2 $2, $2, factor;
+mul.rn.f16x2 $3, $3, factor;
+}
+"""
+_REST_OF_HALF = gl.constexpr(16384.0)
+# Two e4m3 in the lower half of a word as float16; the first of them counts.
+_UE4M3_AS_HALF = """
+{
+.reg .b16 first, second;
+mov.b32 {first, second}, $1;
+cvt.rn.f16x2.e4m3x2 $0, first;
+}
+"""
 _BY_2_126 = """
 .reg .b32 most;
 mov.b32 most, 0x7E807E80;
@@ -113,12 +148,16 @@ _TEXTS = {
     "fp8e4nv": _FROM_FP8.replace("KIND", "e4m3"),
     "fp8e5": _FROM_FP8.replace("KIND", "e5m2"),
     "ue4m3": _FROM_UE4M3,
+    "e2m1 as half": _FROM_E2M1_AS_HALF,
+    "ue4m3 as half": _UE4M3_AS_HALF,
 }
 
 
 @gluon.constexpr_function
-def _text(NAME):
-    return _TEXTS[NAME]
+def _text(NAME, FIRST=False):
+    """FIRST : for the first block of a loop that is not in the loop. LLVM would move what it shares with the loop's end
+    to the loop's begin, and codes would go there as bytes: a comment makes it another text."""
+    return _TEXTS[NAME] + ("// first" if FIRST else "")
 
 
 @gluon.constexpr_function
@@ -128,31 +167,32 @@ def _bytes(FORMAT):
 
 
 @gluon.constexpr_function
-def _by_threads(*inside):
-    """The layout [64 rows, ...] of what the four threads of a row have of it, rows r and r + 8 each: `inside` are the
-    bases of registers, and of the two bits of a row's threads, in the other dimensions, whose sizes come first."""
+def _by_threads(ROWS, *inside):
+    """The layout [ROWS, ...], 64 or 128 rows, of what the four threads of a row have of it, rows r and r + 8 each:
+    `inside` are the bases of registers, and of the two bits of a row's threads, in the other dimensions, whose sizes
+    come first."""
     sizes, registers, threads = inside
     rest = [0] * len(sizes)
     return gl.DistributedLinearLayout(
-        [[0, *base] for base in registers] + [[8, *rest]],
+        [[0, *base] for base in registers] + [[row, *rest] for row in (8, 64)[: ROWS // 64]],
         [[0, *base] for base in threads] + [[1, *rest], [2, *rest], [4, *rest]],
-        [[16, *rest], [32, *rest]], [], [64, *sizes],
+        [[16, *rest], [32, *rest]], [], [ROWS, *sizes],
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def _by_bytes(BYTES):
-    """The layout of bytes of codes [64, 4 * BYTES]."""
-    return _by_threads([4 * BYTES], [[1 << i] for i in range(BYTES.bit_length() - 1)], [[BYTES], [2 * BYTES]])
+def _by_bytes(ROWS, BYTES):
+    """The layout of bytes of codes [ROWS, 4 * BYTES]."""
+    return _by_threads(ROWS, [4 * BYTES], [[1 << i] for i in range(BYTES.bit_length() - 1)], [[BYTES], [2 * BYTES]])
 
 
 @gluon.constexpr_function
-def _by_factors(WIDTH):
-    """The layout of words of four factors [64, 1 or 2, 4 or 2]: of 32 elements all four threads share a word, of 16
+def _by_factors(ROWS, WIDTH):
+    """The layout of words of four factors [ROWS, 1 or 2, 4 or 2]: of 32 elements all four threads share a word, of 16
     elements two."""
     if WIDTH == 32:
-        return _by_threads([1, 4], [], [[0, 1], [0, 2]])
-    return _by_threads([2, 2], [], [[0, 1], [1, 0]])
+        return _by_threads(ROWS, [1, 4], [], [[0, 1], [0, 2]])
+    return _by_threads(ROWS, [2, 2], [], [[0, 1], [1, 0]])
 
 
 @gluon.jit
@@ -198,26 +238,32 @@ def _pairs(codes, SCALE: gl.constexpr):
 
 
 @gluon.jit
-def _widened(bytes, factor, FORMAT: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Bytes of codes [64, 4, .] times the factors [64, 4] as wgmma's first operand, bfloat16 [64, 64]: each thread's
+def _widened(bytes, factor, FORMAT: gl.constexpr, TEXT: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Bytes of codes [rows, 4, .] times the factors [rows, 4] as wgmma's first operand, TYPE [rows, 64]: each thread's
     own."""
+    ROWS: gl.constexpr = bytes.shape[0]
     WORDS: gl.constexpr = bytes.shape[2] // 4
     factor = gl.convert_layout(factor, gl.SliceLayout(2, bytes.type.layout), assert_trivial=True)
     factors, bytes = gl.broadcast(factor[:, :, None], bytes)
     # Four bytes at a time, as a word.
     if FORMAT == "e2m1":
-        first, second = gl.inline_asm_elementwise(
-            _text("e2m1 " + SCALE), "=&r,=&r,=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True, pack=4,
-        )  # fmt: skip
+        CONSTRAINTS: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r,r,r"
+        if TYPE == gl.float16:
+            first, second = gl.inline_asm_elementwise(
+                TEXT, CONSTRAINTS, [bytes, factors], dtype=(gl.float16, gl.float16), is_pure=True, pack=4
+            )  # fmt: skip
+        else:
+            first, second = gl.inline_asm_elementwise(
+                TEXT, CONSTRAINTS, [bytes, factors], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+            )  # fmt: skip
         # rows, threads, words, pair of first or second, which of a pair, first or second
-        wide = gl.join(first, second).reshape([64, 4, WORDS, 2, 2, 2]).permute([0, 2, 5, 3, 1, 4])
+        wide = gl.join(first, second).reshape([ROWS, 4, WORDS, 2, 2, 2]).permute([0, 2, 5, 3, 1, 4])
     else:
         wide = gl.inline_asm_elementwise(
-            _text(FORMAT), "=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=gl.bfloat16, is_pure=True, pack=4
+            TEXT, "=&r,=&r,r,r,r,r,r", [bytes, factors], dtype=gl.bfloat16, is_pure=True, pack=4
         )  # fmt: skip
-        wide = wide.reshape([64, 4, WORDS, 2, 2]).permute([0, 2, 3, 1, 4])
-    return gl.convert_layout(wide.reshape([64, 64]), LAYOUT, assert_trivial=True)
+        wide = wide.reshape([ROWS, 4, WORDS, 2, 2]).permute([0, 2, 3, 1, 4])
+    return gl.convert_layout(wide.reshape([ROWS, 64]), LAYOUT, assert_trivial=True)
 
 
 @aggregate
@@ -235,29 +281,39 @@ class Weights:
 
     @gluon.jit
     def read(self, WG: gl.constexpr, step):
-        """A thread's bytes of codes [64, 4, .], and its words of factors [64, 4]."""
+        """A thread's bytes of codes [rows, 4, .], and its words of factors [rows, 4]."""
+        ROWS: gl.constexpr = self.codes.shape[1] // 2
         BYTES: gl.constexpr = _bytes(self.FORMAT)
         PER: gl.constexpr = 32 // self.WIDTH
-        BY_FACTORS: gl.constexpr = _by_factors(self.WIDTH)
+        BY_FACTORS: gl.constexpr = _by_factors(ROWS, self.WIDTH)
         stage = self.channel.wait(step)
-        bytes = self.codes.index(stage).slice(WG * 64, 64, dim=0).load(_by_bytes(BYTES)).reshape([64, 4, BYTES])
-        found = self.factors.index(stage).slice(WG * 64, 64, dim=1).permute([1, 0])
+        bytes = self.codes.index(stage).slice(WG * ROWS, ROWS, dim=0).load(_by_bytes(ROWS, BYTES))
+        bytes = bytes.reshape([ROWS, 4, BYTES])
+        found = self.factors.index(stage).slice(WG * ROWS, ROWS, dim=1).permute([1, 0])
         found = found.load(gl.SliceLayout(2, BY_FACTORS))
-        found = (found[:, :, None] + gl.zeros([64, PER, 4 // PER], gl.int32, BY_FACTORS)).reshape([64, 4])
+        found = (found[:, :, None] + gl.zeros([ROWS, PER, 4 // PER], gl.int32, BY_FACTORS)).reshape([ROWS, 4])
         self.channel.release(step)
         return bytes, found
 
     @gluon.jit
-    def half(self, bytes, found, HALF: gl.constexpr, OPERAND: gl.constexpr):
+    def half(self, bytes, found, HALF: gl.constexpr, FIRST: gl.constexpr, TYPE: gl.constexpr, OPERAND: gl.constexpr):
         """The first or the second half of a thread's bytes and factors, widened."""
         BYTES: gl.constexpr = bytes.shape[2]
-        both = bytes.reshape([64, 4, 2, BYTES // 2]).permute([0, 1, 3, 2]).split()
+        both = bytes.reshape([bytes.shape[0], 4, 2, BYTES // 2]).permute([0, 1, 3, 2]).split()
         thread = gl.arange(0, 4, gl.SliceLayout(0, found.type.layout))[None, :]
         if self.WIDTH == 16:
             found = found >> (thread % 2 * 16 + 8 * HALF)
         else:
             found = found >> (thread * 8)
-        return _widened(both[HALF], _pairs(found, self.SCALE), self.FORMAT, self.SCALE, OPERAND)
+        if TYPE == gl.float16:
+            factor = gl.inline_asm_elementwise(
+                _text("ue4m3 as half"), "=r,r", [found], dtype=gl.int32, is_pure=True, pack=1
+            )  # fmt: skip
+            TEXT: gl.constexpr = _text("e2m1 as half", FIRST)
+        else:
+            factor = _pairs(found, self.SCALE)
+            TEXT: gl.constexpr = _text("e2m1 " + self.SCALE if self.FORMAT == "e2m1" else self.FORMAT, FIRST)
+        return _widened(both[HALF], factor, self.FORMAT, TEXT, TYPE, OPERAND)
 
 
 @aggregate
@@ -286,7 +342,7 @@ def _copy_weights(b_map, b_scale, of_rows, weights: Weights, step, entry, column
     # expected arrivals as it is: the stage expects one, that of `expect` below.
     cp_async_arrive(channel.full.index(stage))
     block_barrier()
-    _, full = channel.expect(step, TILE * BYTES)
+    _, full = channel.expect(step, weights.codes.shape[1] * BYTES)
     if weights.SHUFFLED:
         tma_load(b_map, [entry, column // 32, 0, 0, block * BYTES], full, weights.codes.index(stage))
     else:
@@ -299,6 +355,7 @@ def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, size: S
     BOXES: gl.constexpr = tokens.BOXES
     ROWS_OF_A: gl.constexpr = tokens.tiles.shape[1]
     PER: gl.constexpr = 32 // weights.WIDTH
+    TILE: gl.constexpr = weights.codes.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([PER, 1], [1, 32], [1, 1], [1, 0])
     step = 0
     copied = 0
@@ -321,8 +378,8 @@ def _produce(a_map, b_map, b_scale, N, tokens: Tokens, weights: Weights, size: S
 
 @gluon.jit
 def _write(acc, factor, staging, out, row, column, M, N, out_row):
-    """Write a tile [64 columns of the result, tokens], as many tokens at a time as `staging` holds, transposed through
-    it so that whole rows are written."""
+    """Write a tile [64 or 128 columns of the result, tokens], as many tokens at a time as `staging` holds, transposed
+    through it so that whole rows are written."""
     if acc.shape[1] > staging.shape[0]:
         left, right = halves(acc)
         _write(left, factor, staging, out, row, column, M, N, out_row)
@@ -330,8 +387,9 @@ def _write(acc, factor, staging, out, row, column, M, N, out_row):
     else:
         OUT: gl.constexpr = out.dtype.element_ty
         WIDE: gl.constexpr = 128 // OUT.primitive_bitwidth
+        ROWS: gl.constexpr = staging.shape[1]
         staging.store((acc * factor).to(OUT).permute([1, 0]))
-        result = staging.load(gl.BlockedLayout([1, WIDE], [WIDE // 2, 64 // WIDE], [4, 1], [1, 0]))
+        result = staging.load(gl.BlockedLayout([1, WIDE], [32 * WIDE // ROWS, ROWS // WIDE], [4, 1], [1, 0]))
         rows = row + gl.arange(0, result.shape[0], gl.SliceLayout(1, result.type.layout))
         columns = column + gl.arange(0, ROWS, gl.SliceLayout(0, result.type.layout))
         at = out + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
@@ -350,40 +408,33 @@ def _finish(acc, factor, staging, tensors, slot, index, slices, row, column, siz
     else:
         whole = slices == 1
         if not whole:
-            whole, acc = add_slices(acc, partial, arrived, slot, index, slices, N - column, 8192)
+            whole, acc = add_slices(acc, partial, arrived, slot, index, slices, N - column, 128 * acc.shape[0])
         if whole:
             _write(acc, factor, staging, out, row, column, M, N, out_row)
 
 
 @gluon.jit
-def _multiply(operands, acc, tokens: Tokens, step):
-    """Start the product of operands, 64 elements of K each, with a stage of tokens."""
-    stage = tokens.channel.wait(step)
-    for box in gl.static_range(tokens.BOXES):
-        tile = tokens.tiles.index(stage * tokens.BOXES + box).permute([1, 0])
-        acc = warpgroup_mma(operands[box], tile, acc, is_async=True)
-    return acc
-
-
-@gluon.jit
-def _first_operands(codes, found, tokens: Tokens, weights: Weights, OPERAND: gl.constexpr):
-    """The operands of a block's first stage."""
-    operands = ()
-    for box in gl.static_range(tokens.BOXES):
-        operands += (weights.half(codes, found, box, OPERAND),)
-    return operands
-
-
-@gluon.jit
-def _up_to_last(operands, codes, found, acc, tokens: Tokens, weights: Weights, step, OPERAND: gl.constexpr):
-    """Multiply a block but for its last stage, whose operands are widened meanwhile."""
-    if tokens.BOXES == 1:
-        acc = _multiply(operands, acc, tokens, step)
-        operands = (weights.half(codes, found, 1, OPERAND),)
-        acc = warpgroup_mma_wait(0, [acc])
-        tokens.channel.release(step)
-        step += 1
-    return operands, acc, step
+def _add_block(
+    acc, tokens: Tokens, weights: Weights, WG: gl.constexpr, read, step, FIRST: gl.constexpr, OPERAND: gl.constexpr
+):  # fmt: skip
+    """acc + the product of 128 elements of K. A half is widened while the tensor cores multiply the half before, whose
+    stage of tokens is then free. FIRST : there is none before."""
+    AHEAD: gl.constexpr = tokens.channel.full.shape[0] - 1
+    codes, found = weights.read(WG, read)
+    for half in gl.static_range(2):
+        operand = weights.half(codes, found, half, FIRST, tokens.tiles.dtype, OPERAND)
+        box = half % tokens.BOXES
+        if box == 0:
+            tokens.channel.wait(step)
+        tile = tokens.tiles.index(tokens.channel.stage(step) * tokens.BOXES + box).permute([1, 0])
+        acc = warpgroup_mma(operand, tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, [acc])
+        if box == 0:
+            if half == 1 or not FIRST:
+                tokens.channel.release(step + AHEAD)
+        if box == tokens.BOXES - 1:
+            step += 1
+    return acc, step
 
 
 @gluon.jit
@@ -391,10 +442,11 @@ def _consume(
     WG: gl.constexpr, tensors, alpha, sizes, tokens: Tokens, weights: Weights, staging, size: Size,
     GROUP: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup WG: widens and multiplies 64 rows of each tile of B, and writes them."""
+    """Consumer warpgroup WG: widens and multiplies its half of the rows of each tile of B, and writes them."""
     out, partial, arrived = tensors
     M, N, out_entry, out_row = sizes
     COLUMNS: gl.constexpr = tokens.tiles.shape[1]
+    ROWS: gl.constexpr = weights.codes.shape[1] // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     step = 0
@@ -402,55 +454,48 @@ def _consume(
     for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         entry, tile_m, tile_n, index, tile, begin, end = size.place(work, GROUP)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
-        codes, found = weights.read(WG, read)
-        operands = _first_operands(codes, found, tokens, weights, OPERAND)
+        # A product is in flight wherever the loop begins. Where one may be or not, ptxas waits after each product.
+        acc, step = _add_block(acc, tokens, weights, WG, read, step, True, OPERAND)
         for block in range(begin + 1, end):
-            operands, acc, step = _up_to_last(operands, codes, found, acc, tokens, weights, step, OPERAND)
-            acc = _multiply(operands, acc, tokens, step)
-            # The next block is widened while the tensor cores multiply this one.
             read += 1
-            codes, found = weights.read(WG, read)
-            operands = _first_operands(codes, found, tokens, weights, OPERAND)
-            acc = warpgroup_mma_wait(0, [acc])
-            tokens.channel.release(step)
-            step += 1
-        operands, acc, step = _up_to_last(operands, codes, found, acc, tokens, weights, step, OPERAND)
-        acc = _multiply(operands, acc, tokens, step)
-        acc = warpgroup_mma_wait(0, [acc])
-        tokens.channel.release(step)
-        step += 1
+            acc, step = _add_block(acc, tokens, weights, WG, read, step, False, OPERAND)
         read += 1
+        acc = warpgroup_mma_wait(0, [acc])
+        tokens.channel.release(step + tokens.channel.full.shape[0] - 1)
         # Loaded here and not before the loop over K, through which it would take a register.
         factor = _REST if weights.FORMAT == "e2m1" and weights.SCALE == "ue4m3" else 1.0
+        if tokens.tiles.dtype == gl.float16:
+            factor = _REST_OF_HALF
         if ALPHA:
             factor *= gl.load(alpha)
         to = (out + entry.to(gl.int64) * out_entry, partial, arrived)
         _finish(
             acc, factor, staging.index(WG), to, 2 * tile + WG, index, size.slices, tile_m * COLUMNS,
-            tile_n * TILE + WG * ROWS, (M, N, out_row),
+            tile_n * (2 * ROWS) + WG * ROWS, (M, N, out_row),
         )  # fmt: skip
 
 
 @gluon.jit
 def widened_sm90_kernel(
     a_map, b_map, b_scale, out, alpha, partial, arrived, M, N, K, batch, slices,
-    TOKENS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
-    WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, CODE_STAGES: gl.constexpr,
+    GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, FORMAT: gl.constexpr,
+    SCALE: gl.constexpr, WIDTH: gl.constexpr, FACTOR_LAYOUT: gl.constexpr, SHUFFLED: gl.constexpr, ALPHA: gl.constexpr,
 ):  # fmt: skip
     """a_map is of [batch, m, k], b_map of the bytes of codes; of shuffled ones [batch, n / 32, 8, 4, bytes]. With
     slices, `partial` has room for 2 * tiles * slices warpgroup tiles, and `arrived` 4 * tiles counters, all 0."""
     OUT: gl.constexpr = out.rows.dtype.element_ty
     PART: gl.constexpr = min(TOKENS, 2048 // OUT.primitive_bitwidth)
     BYTES: gl.constexpr = 4 * _bytes(FORMAT)
+    TYPE: gl.constexpr = a_map.dtype
     tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES * BOXES, TOKENS, 64], gl.NVMMASharedLayout.get_default_for([TOKENS, 64], gl.bfloat16)
+        TYPE, [STAGES * BOXES, TOKENS, 64], gl.NVMMASharedLayout.get_default_for([TOKENS, 64], TYPE)
     )  # fmt: skip
     codes = gl.allocate_shared_memory(
-        gl.uint8, [CODE_STAGES, TILE, BYTES], gl.NVMMASharedLayout.get_default_for([TILE, BYTES], gl.uint8)
+        gl.uint8, [CODE_STAGES, 2 * ROWS, BYTES], gl.NVMMASharedLayout.get_default_for([2 * ROWS, BYTES], gl.uint8)
     )  # fmt: skip
     factors = gl.allocate_shared_memory(
-        gl.int32, [CODE_STAGES, 32 // WIDTH, TILE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        gl.int32, [CODE_STAGES, 32 // WIDTH, 2 * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )  # fmt: skip
     staging = gl.allocate_shared_memory(
         OUT, [2, PART, ROWS], gl.NVMMASharedLayout.get_default_for([PART, ROWS], OUT)
@@ -458,7 +503,7 @@ def widened_sm90_kernel(
     tokens = Tokens(tiles, make_channel(STAGES, 1, 2), BOXES)
     weights = Weights(codes, factors, make_channel(CODE_STAGES, 1, 2), FORMAT, SCALE, WIDTH, FACTOR_LAYOUT, SHUFFLED)
     tiles_m = gl.cdiv(M, TOKENS)
-    tiles_n = gl.cdiv(N, TILE)
+    tiles_n = gl.cdiv(N, 2 * ROWS)
     size = Size(K // _BLOCK, tiles_m, tiles_n, slices, tiles_m * tiles_n * slices * batch)
     tensors = (out.rows, partial, arrived)
     sizes = (M, N, out.entry, out.row)

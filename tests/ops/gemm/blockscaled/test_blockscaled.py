@@ -277,6 +277,22 @@ def test_widen(variant, device, element, factor, width, k, layout, shuffled):
     assert_bitwise(guard.out, x.values.to(BF16))
 
 
+def test_nvfp4_is_float16_exactly(variant, device):
+    """A product of an e2m1 and an e4m3, of all of them, is a float16."""
+    factors = torch.arange(127, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    codes = (torch.arange(8, device=device) * 0x22 + 0x10).to(torch.uint8).expand(1, 128, 8)
+    flat = torch.cat([factors, factors[:1]]).view(torch.uint8)[None]
+    guard = generate.Guarded((1, 128, 16), torch.float16, device)
+    problem = room.Widen("e2m1", "ue4m3", 16, "linear", aligned=False, whole=False, half=True)
+    room.widen(problem, device).run(codes.contiguous(), flat, guard.out)
+    guard.check()
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device=device)
+    values = torch.cat([magnitudes, -magnitudes])
+    nibbles = torch.stack([codes[0].long() & 15, codes[0].long() >> 4], -1).flatten(1)
+    truth = values[nibbles] * flat[0].view(torch.float8_e4m3fn).double()[:, None]
+    assert_bitwise(guard.out[0].double(), truth)
+
+
 @pytest.mark.parametrize("element", ["bf16", "e2m1"])
 @pytest.mark.parametrize("apart", [1, 4])
 def test_columns_in_the_order_of_fragments(device, variant, element, apart):

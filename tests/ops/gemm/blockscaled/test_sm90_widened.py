@@ -34,6 +34,13 @@ def test_shuffled_weights_and_slices(device, name, m, slices):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+@pytest.mark.parametrize("m, n, k", SIZES)
+def test_both_are_codes(device, m, n, k, name):
+    check(device, m, n, k, name, both=True)
+
+
+@pytest.mark.gpu
 def test_large(device):
     check(device, 4096, 7168, 2048, "nvfp4", alpha=0.5)
     check(device, 1000, 2056, 7168, "mxfp8", batch=1)
@@ -42,7 +49,10 @@ def test_large(device):
         check(device, m, 2056, 7168, "mxfp8", batch=1)
 
 
-def check(device, m, n, k, name, layout="128x4", batch=2, shuffled=False, alpha=None, out_dtype=BF16, slices=0):
+def check(
+    device, m, n, k, name, layout="128x4", batch=2, shuffled=False, alpha=None, out_dtype=BF16, slices=0, both=False,
+):  # fmt: skip
+    """both : the tokens too are codes with factors."""
     element, factor, width = FORMATS[name]
     b = scaled.operand((batch, n, k), element, factor, width, device)
     codes, flat = b.codes, b.flat
@@ -50,19 +60,27 @@ def check(device, m, n, k, name, layout="128x4", batch=2, shuffled=False, alpha=
         # Row 4 j + i of 32 is stored as row 8 i + j.
         codes, flat = (x.unflatten(1, (-1, 8, 4)).transpose(2, 3).flatten(1, 3).contiguous() for x in (codes, flat))
     factors = scaled.Operand(codes, flat, b.values).arranged(layout)
-    a = generate.randn(batch, m, k + 8, device=device).to(BF16)[:, :, :k]
+    if both:
+        operand = scaled.operand((batch, m, k), element, factor, width, device)
+        a, a_factors, truth = operand.codes, operand.arranged("128x4"), operand.values
+    else:
+        truth = a = generate.randn(batch, m, k + 8, device=device).to(BF16)[:, :, :k]
+        a_factors = None
     encoding = {"e2m1": "e2m1", "e4m3": "fp8e4nv", "e5m2": "fp8e5"}[element]
     out_name = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[out_dtype]
-    problem = Problem("bf16", encoding, factor, width, out_name, bucket(m), b_layout=layout, shuffled=shuffled,
-                      alpha="one" if alpha else "")  # fmt: skip
+    problem = Problem(
+        encoding if both else "bf16", encoding, factor, width, out_name, bucket(m), a_layout="128x4" if both else "",
+        b_layout=layout, shuffled=shuffled, alpha="one" if alpha else "",
+    )  # fmt: skip
     choice = blockscaled(problem, device)
     assert choice.variant.name == "sm90_widened"
     for changed in (dict(alpha="rows"), dict(whole=False), dict(aligned=False)):
         assert blockscaled(replace(problem, **changed), device).variant.name != "sm90_widened"
     guard = generate.Guarded((batch, m, n), out_dtype, device)
     given = None if alpha is None else torch.tensor([alpha], device=device)
-    choice.variant.load().run(problem, choice.config, a, codes, None, factors, given, guard.out, slices=slices)
+    choice.variant.load().run(problem, choice.config, a, codes, a_factors, factors, given, guard.out, slices=slices)
     guard.check()
+    a = truth
     truth = a.double() @ b.values.double().mT * (alpha or 1.0)
     same = (a.float() @ b.values.float().mT * (alpha or 1.0)).to(out_dtype)
     assert_close(guard.out, same, truth, name)
