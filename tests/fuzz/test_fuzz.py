@@ -43,7 +43,7 @@ COMPILING = {
     "recurrent.gdn_prompt", "recurrent.state_space_prompt", "selective.block_scores", "selective.cascade",
     "selective.indexer_logits",
 }  # fmt: skip
-SHARE_OF_COMPILING = 1 / 16
+SHARE_OF_COMPILING = 1 / 32
 SHOWN = 5
 # Calls of a test: processes of a long run share out a family's.
 MOST = 100
