@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 SERVER = """
@@ -66,10 +67,17 @@ def _take(environment):
 
 @contextmanager
 def process(begin, *arguments):
-    """Gives what calls functions of modules in a process with torch, in this one's environment, after `begin` there."""
-    given = dict(os.environ), begin, arguments
-    with ProcessPoolExecutor(1, mp_context=_context(), initializer=_begin, initargs=given) as executor:
-        yield lambda function, *args, **named: executor.submit(function, *args, **named).result()
+    """Gives what calls functions of modules in a process with torch, in the environment of the first call, after
+    `begin` there."""
+    with ExitStack() as stack:
+
+        @cache
+        def executor():
+            given = dict(os.environ), begin, arguments
+            made = ProcessPoolExecutor(1, mp_context=_context(), initializer=_begin, initargs=given)
+            return stack.enter_context(made)
+
+        yield lambda function, *args, **named: executor().submit(function, *args, **named).result()
 
 
 def _begin(environment, begin, arguments):

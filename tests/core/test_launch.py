@@ -674,7 +674,7 @@ def expected_kernels():
         scale.expect(problem(76), CONFIG, torch.device("cpu"))
         for _ in range(2):
             scale.expect(problem(76), CONFIG, device)
-        assert parsing == [threading.current_thread()]
+        assert parsing == [threading.current_thread()], parsing
         (coming,) = scale._coming.values()
         entry = scale.prepare(problem(76), CONFIG, device)
         assert entry is coming.result() and not entry.cached

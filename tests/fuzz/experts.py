@@ -137,8 +137,8 @@ def by_tensorrt_names(draw):
             result = total.to(torch.bfloat16)
         through = None if encoding == "bf16" else layers.between(encoding)
         # Between the products a value near the border of two codes is a whole step of e4m3 off. Sums of FP8 on Hopper
-        # keep 13 bits, and a value that they move passes such a border through the rounding to bfloat16.
-        narrow = {} if through is None else dict(through=through, spacing=2**-2, nudge=2**-9)
+        # keep 13 bits, and a value that they move to the next bfloat16 passes such a border.
+        narrow = {} if through is None else dict(through=through, spacing=2**-2, nudge=2**-8)
         check_layer(result, wide_x, wide_1, wide_2, ids, weights, act=act, of_expert=True, offset=offset, **narrow)
 
     return Call(function, arguments, check)

@@ -48,11 +48,13 @@ def packed(ids, s):
 
 def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, multiply=torch.matmul, spacing=0.0, nudge=0.0, **given):
     """`nudge`: a value near the border of two codes falls to either side by chance, so an element's bound is the
-    farthest of three peers: of what stands between the products, and of the same larger and smaller by this share."""
+    farthest of three peers: of what stands between the products, and of the same with every other value larger by this
+    share and the rest smaller, and the reverse. Were all of a block larger, their common scale would be, too."""
     truth = mixture(x, w1, w2, ids, s, **given)
     peers = [mixture(x, w1, w2, ids, s, dtype=dtype, multiply=multiply, **given)]
-    for factor in (1 + nudge, 1 - nudge) if nudge else ():
-        nudged = given | {"through": lambda h, factor=factor: given["through"](h * factor)}
+    for by in (nudge, -nudge) if nudge else ():
+        sides = by - 2 * by * (torch.arange(w2.shape[-1], device=w2.device) % 2)
+        nudged = given | {"through": lambda h, sides=sides: given["through"](h * (1 + sides))}
         peers.append(mixture(x, w1, w2, ids, s, dtype=dtype, multiply=multiply, **nudged))
     errors = torch.stack(peers) - truth
     farthest = truth + errors.gather(0, errors.abs().argmax(0, keepdim=True))[0]
