@@ -99,7 +99,7 @@ def test_widened_tokens(monkeypatch, m, n, k, slices):
     assert set(launched) == {"widened_sm90_kernel"}
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["bf16", "nvfp4"])
+@pytest.mark.parametrize("name, both", [("nvfp4", False), ("nvfp4", True), ("mxfp4", False)], ids=str)
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize(
     "case",
@@ -107,7 +107,7 @@ def test_widened_tokens(monkeypatch, m, n, k, slices):
      dict(m=1, n=256, k=128, layout="linear", out_dtype=torch.float16), dict(m=9, n=288, k=640, shuffled=True)],
     ids=str,
 )  # fmt: skip
-def test_widened_rows(monkeypatch, case, rows, both):
+def test_widened_rows(monkeypatch, case, rows, name, both):
     """Up to 16 tokens, with 64 and with 128 rows of the weight in a warpgroup."""
     monkeypatch.setattr(config, "widen", lambda problem, target: config.Widen(16, 256, 4, 0))
 
@@ -116,7 +116,7 @@ def test_widened_rows(monkeypatch, case, rows, both):
 
     monkeypatch.setattr(config, "widened_tile", chosen)
     with emulate("90a", seed=rows) as launched:
-        widened.check(CPU, name="nvfp4", both=both, **case)
+        widened.check(CPU, name=name, both=both, **case)
     assert set(launched) == {"widened_sm90_kernel"}
 
 
