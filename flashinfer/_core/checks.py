@@ -360,6 +360,11 @@ def _axes(shape: tuple, stride: tuple, size: int) -> list[tuple[int, int]]:
     return axes
 
 
+def check_traced(fits: torch.Tensor, name: str, allowed: str) -> None:
+    """A RuntimeError of what was traced, when it runs, unless all of `fits` is True."""
+    torch._assert_async(fits.all(), f"{name}: allowed: {allowed}")
+
+
 def check_values(name: str, table: torch.Tensor, least: int, most: int) -> None:
     """Refuse a table on the host that has a value outside of least ... most; one on a GPU is not waited for.
 
@@ -368,7 +373,7 @@ def check_values(name: str, table: torch.Tensor, least: int, most: int) -> None:
     if table.device.type != "cpu":
         return
     if is_traced():
-        torch._assert_async(((table >= least) & (table <= most)).all(), f"{name}: allowed: {least} ... {most}")
+        check_traced((table >= least) & (table <= most), name, f"{least} ... {most}")
     elif table.numel():
         low, high = (int(x) for x in table.aminmax())
         require(least <= low and high <= most, name, f"{low} ... {high}", f"{least} ... {most}")

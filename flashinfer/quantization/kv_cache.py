@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_apart, check_values, require, require_fit, same_device
+from flashinfer._core.checks import check_apart, check_traced, check_values, require, require_fit, same_device
 from flashinfer._core.literals import KvLayout
 from flashinfer._core.tracing import is_traced
 from flashinfer.compat.queries import answering
@@ -337,8 +337,7 @@ def positive_scale(name: str, scale: float | torch.Tensor, device: torch.device)
             require(scale.device == device, name, f"a tensor on {scale.device}", f"{device}, or the CPU")
             return scale.reshape(1).float()
         if is_traced():
-            fits = (scale > 0) & scale.isfinite()
-            torch._assert_async(fits.all(), f"{name}: allowed: a positive finite number")
+            check_traced((scale > 0) & scale.isfinite(), name, "a positive finite number")
             return scale.reshape(1).to(device=device, dtype=torch.float32)
         scale = scale.item()
     require(math.isfinite(scale) and scale > 0, name, scale, "a positive finite number")

@@ -215,8 +215,7 @@ class TraceTemplate:
         value = arguments.get(name)
         if part is not None and part.param is not None and part.param in arguments:
             value = arguments[part.param]
-        index = getattr(part, "tuple_idx", None)
-        if index is None:
+        if not isinstance(part, Tensor) or (index := part.tuple_idx) is None:
             return value
         if isinstance(value, torch.Tensor) and value.dim() == len(part.dim_names) + 1 and index < value.shape[1]:
             # One tensor has the tuple's along a second dimension, as caches of keys and values do.

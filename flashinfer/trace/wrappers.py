@@ -22,7 +22,7 @@ def _table(*names: str) -> dict[str, Tensor]:
     }
 
 
-def _results(*axes: str) -> dict[str, Tensor]:
+def _results(*axes: str) -> dict[str, Tensor | Scalar]:
     q = "q_nope" if "head_dim_ckv" in axes else "q"
     return {"output": Tensor([*axes], dtype_from=q), "lse": Tensor([*axes[:2]], dtype="float32", description="Base 2.")}
 
